@@ -1,0 +1,73 @@
+"""What crosses the border between scheduler and runner: frozen, picklable values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from contbatch_cli.core.request import RequestId, SamplingParams, TokenLogprob
+
+
+class Logits(IntEnum):
+    """Which positions of a run need the LM head."""
+
+    NONE = 0
+    LAST = 1
+    ALL = 2
+
+
+class ScheduledSequence(NamedTuple):
+    """The next run of uncomputed tokens of one request: positions `start` to `start + len(tokens)`.
+
+    `block_ids` is the request's block table and covers the run's end. The run samples one token when `samples` is set, which
+    is so exactly when its end is the last token known and the row asks for more. `history` holds all tokens known, prompt
+    first, where a logits processor needs them (`SamplingParams.needs_history`), `num_prompt_tokens` of them being the prompt.
+    """
+
+    request_id: RequestId
+    tokens: tuple[int, ...]
+    start: int
+    block_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    samples: bool
+    logits: Logits
+    history: tuple[int, ...] | None = None
+    adapter: str | None = None
+    next_token: int | None = None
+    """The known token that follows the run; only for a run that reports prompt log-probabilities and ends inside the prompt."""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def is_decode(self) -> bool:
+        """A run of one token that follows the prompt."""
+        return len(self.tokens) == 1 and self.start >= self.num_prompt_tokens
+
+
+class ScheduledBatch(NamedTuple):
+    """One iteration's plan. `preempted` lost their blocks in it; `released` are ids the runner may forget what it cached about."""
+
+    sequences: tuple[ScheduledSequence, ...]
+    num_tokens: int
+    preempted: tuple[RequestId, ...] = ()
+    admitted: tuple[RequestId, ...] = ()
+    released: tuple[RequestId, ...] = ()
+
+
+class SequenceResult(NamedTuple):
+    """What one run gave: its sampled tokens (empty when it does not sample), or the error that fails its row alone."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None
+
+
+class BatchResult(NamedTuple):
+    """One result for each of the batch's sequences, in the same order."""
+
+    results: Sequence[SequenceResult]

@@ -1,0 +1,1 @@
+"""Rows, text and files: readers, tokenizer and chat template, records, writer, resume."""

@@ -1,0 +1,1 @@
+"""The model side: torch and transformers start here."""
