@@ -67,16 +67,13 @@ class SamplingParams:
     response_format: str | None = None
     stop_on_repetition: bool = False
 
-    @property
-    def needs_history(self) -> bool:
-        """Whether a logits processor reads the request's own tokens, so that its plan has to carry them."""
-        return (
-            self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-            or self.repetition_penalty != 1.0
-            or bool(self.bad_words)
-            or self.response_format is not None
-        )
+    needs_history: bool = field(init=False, repr=False, compare=False)
+    """Whether a logits processor reads the request's own tokens, so that its plan has to carry them."""
+
+    def __post_init__(self) -> None:
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1.0)
+        needs_history = any(penalties) or bool(self.bad_words) or self.response_format is not None
+        object.__setattr__(self, "needs_history", needs_history)
 
 
 GREEDY = SamplingParams()
@@ -100,6 +97,8 @@ class Request:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
+    num_lost_tokens: int = 0
+    """Tokens that the last preemption gave back and no later admission has accounted for."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
