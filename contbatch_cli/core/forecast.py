@@ -37,8 +37,8 @@ class OutputLengths:
     def remaining(self, request: Request) -> int:
         """Expected number of tokens still to come, at least 1, at most what `max_tokens` leaves.
 
-        Certain when nothing but `max_tokens` can end the row. Otherwise the median of the finished lengths above what the row has
-        already; where none is above, as many again as it has.
+        Certain when nothing but `max_tokens` can end the row. Otherwise the median of the finished lengths above what the row
+        has already; where none is above, as many again as it has.
         """
         done = request.num_output_tokens
         sampling = request.sampling

@@ -28,14 +28,14 @@ def chain_hash(parent: int, content: Hashable) -> int:
 
 
 class PrefixNode:
-    """The content of one full block and of all blocks before it. Equal by tokens, all the way up; the hash is only a shortcut."""
+    """The content of a full block and of all blocks before it. Equal by tokens, all the way up; the hash is only a shortcut."""
 
     __slots__ = ("_hash", "content", "parent")
 
     def __init__(self, parent: PrefixNode | None, content: Hashable, hasher: ChainHash = chain_hash) -> None:
         self.parent = parent
         self.content = content
-        self._hash = hasher(0 if parent is None else parent._hash, content)
+        self._hash: int = hasher(0 if parent is None else parent._hash, content)
 
     def __hash__(self) -> int:
         return self._hash
@@ -51,7 +51,7 @@ class PrefixNode:
 
 
 class BlockTable:
-    """One request's blocks in order of position, and how much of its content is registered (`num_sealed` full blocks, `node`)."""
+    """One request's blocks in order of position; the first `num_sealed` are full, and `node` is their content."""
 
     __slots__ = ("block_ids", "node", "num_sealed", "num_shared")
 

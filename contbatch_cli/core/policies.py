@@ -29,8 +29,8 @@ class PrefillFirstScheduler(StallFreeScheduler):
 class StaticScheduler(PrefillFirstScheduler):
     """Classic batches: seats are filled once, and no request joins until all of the batch have finished.
 
-    A batch takes requests while their longest possible texts all fit the cache, so it never preempts. Unlike the padded batches it
-    stands for, a seat whose request has ended costs nothing here; it only stays empty.
+    A batch takes requests while their longest possible texts all fit the cache, so it never preempts. Unlike the padded batches
+    it stands for, a seat whose request has ended costs nothing here; it only stays empty.
     """
 
     _is_closed = False

@@ -1,9 +1,9 @@
 """StallFreeScheduler: running decodes first, then the part-done prefill, then new requests, under one token budget.
 
 The method is Sarathi-Serve's stall-free batching (Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with
-Sarathi-Serve", OSDI 2024) in the phase-free form of vLLM V1: a step hands out at most `token_budget` tokens, and a request is a list
-of tokens of which some are computed. `running` is in order of admission and only its last member can have an unfinished prefill, so
-that "decodes, then the part-done prefill" is a walk in that order.
+Sarathi-Serve", OSDI 2024) in the phase-free form of vLLM V1: a step hands out at most `token_budget` tokens, and a request is a
+list of tokens of which some are computed. `running` is in order of admission and only its last member can have an unfinished
+prefill, so that "decodes, then the part-done prefill" is a walk in that order.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Step:
 class StallFreeScheduler:
     """Plans batches for the requests it was given, and moves them on with the results.
 
-    `token_budget` is the most tokens of one step. At most `seats` = min(max_batch_size, token_budget) requests run at once, so that
-    every running request gets a token in every step. `stop_rule` is asked after each new token.
+    `token_budget` is the most tokens of one step. At most `seats` = min(max_batch_size, token_budget) requests run at once, so
+    that every running request gets a token in every step. `stop_rule` is asked after each new token.
     """
 
     def __init__(self, kv: KVCacheManager, token_budget: int, max_batch_size: int, stop_rule: StopRule) -> None:
@@ -70,7 +70,7 @@ class StallFreeScheduler:
 
     def add_request(self, request: Request) -> None:
         """Put a request at the end of the line. It must fit, and its id must be new among those not finished."""
-        assert self.fits(request), f"{request.request_id} needs {request.max_num_tokens} tokens, the cache has {self.kv.capacity}"
+        assert self.fits(request), f"{request.request_id} needs {request.max_num_tokens} tokens of {self.kv.capacity}"
         assert request.request_id not in self._requests, f"{request.request_id} is here already"
         self._requests[request.request_id] = request
         self.waiting.append(request)
@@ -160,7 +160,7 @@ class StallFreeScheduler:
         self._is_full = False
 
     def _admit(self, step: Step) -> None:
-        """Start waiting requests in order while budget, seats and cache last. All blocks of the known tokens are taken at once."""
+        """Start waiting requests in order while budget, seats and cache last; blocks for all known tokens are taken at once."""
         while step.budget_left > 0 and self.waiting and len(self.running) < self.seats:
             request = self.waiting[0]
             hit = self._lookup(request)
@@ -189,7 +189,7 @@ class StallFreeScheduler:
         self.running.append(request)
 
     def _has_room(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether a waiting request may start: its known tokens fit now, and the running ones will still fit when they have grown.
+        """Whether a waiting request may start: its known tokens fit now, and all that run will still fit when they have grown.
 
         With nothing running it always may. Once the forecast said no, it is not asked again until something gives blocks back.
         """
