@@ -278,7 +278,7 @@ def _plain_value(node: yaml.Node | None, place: str) -> object:
 
 
 def _plain_or_none(node: yaml.Node) -> object:
-    return _Scalar(node.value, node.value) if isinstance(node, yaml.ScalarNode) else "..."
+    return _Scalar(node.value, node.value) if isinstance(node, yaml.ScalarNode) else "{...}"
 
 
 def _scalar(node: yaml.ScalarNode, place: str) -> _Scalar:
@@ -345,17 +345,22 @@ def to_yaml(effective: Effective) -> str:
         for path, value in effective.values.items():
             if path.startswith(f"{section}."):
                 entry = f"  {path.split('.')[1]}: {yaml_text(value)}"
-                lines.append(f"{entry:<{width}}  # {effective.origins[path].place}")
+                lines.append(f"{entry:<{width}}  # {shown(effective.origins[path].place)}")
     return "\n".join(lines) + "\n"
 
 
 def yaml_text(value: Value) -> str:
     """A value in one line of YAML that this module reads back as the same value."""
     if isinstance(value, tuple):
-        return f"[{', '.join(json.dumps(item, ensure_ascii=False) for item in value)}]"
+        return f"[{', '.join(_quoted(item) for item in value)}]"
     if isinstance(value, str):
-        return value if re.fullmatch(r"[A-Za-z_./][\w./-]*", value, re.ASCII) and _is_plain_string(value) else json.dumps(value)
+        return value if re.fullmatch(r"[A-Za-z_./][\w./-]*", value, re.ASCII) and _is_plain_string(value) else _quoted(value)
     return json.dumps(value)
+
+
+def _quoted(text: str) -> str:
+    """Double-quoted YAML in ASCII: JSON, but for DEL, which YAML wants escaped."""
+    return json.dumps(text).replace("\x7f", "\\x7f")
 
 
 def _is_plain_string(text: str) -> bool:

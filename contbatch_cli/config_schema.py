@@ -22,7 +22,7 @@ _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of the config; `path` is "section.name". It holds one of `kinds`, one of the words `choices`, or a list of strings."""
+    """One key of the config; `path` is "section.name". It holds one of `kinds`, one of the words `choices`, or a string list."""
 
     path: str
     default: Value
@@ -175,16 +175,17 @@ def json_schema() -> dict[str, Any]:
 
 
 def suggestion(unknown: str) -> str:
-    """The known path nearest to an unknown one: by its last word, in its own section first, else by the whole; "" when none is near."""
+    """The known path nearest to an unknown one, by its last word (own section first), else by the whole; "" when none is near."""
     section, _, name = unknown.rpartition(".")
-    siblings = {path.rpartition(".")[2]: path for path in config_keys() if path.startswith(f"{section}.")}
-    leaves = {path.rpartition(".")[2]: path for path in config_keys()}
-    for candidates, word in ((siblings, name), (leaves, name), ({path: path for path in config_keys()}, unknown)):
+    paths = list(config_keys())
+    siblings = {path.rpartition(".")[2]: path for path in paths if path.startswith(f"{section}.")}
+    sections = {} if section else {known: known for known in section_names()}
+    leaves = {path.rpartition(".")[2]: path for path in paths}
+    for candidates, word in ((siblings, name), (sections, name), (leaves, name), ({path: path for path in paths}, unknown)):
         close = difflib.get_close_matches(word, candidates, 1)
         if close:
             return candidates[close[0]]
-    close = difflib.get_close_matches(unknown, section_names(), 1)
-    return close[0] if close else ""
+    return ""
 
 
 def shown(value: object) -> str:
