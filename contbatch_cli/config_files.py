@@ -285,7 +285,7 @@ def _scalar(node: yaml.ScalarNode, place: str) -> _Scalar:
     text: str = node.value
     plain_text = text if node.style is None else None
     if node.tag == _STR:
-        return _Scalar(text, plain_text)
+        return _Scalar(_without_surrogates(text, place), plain_text)
     if node.tag == _NULL:
         return _Scalar(None, plain_text)
     if node.tag == _BOOL:
@@ -298,6 +298,14 @@ def _scalar(node: yaml.ScalarNode, place: str) -> _Scalar:
     except ValueError:
         raise UsageError(f"{place}: not a number that can be read: {shown(text)}") from None
     raise UsageError(f"{place}: the tag {shown(node.tag)} is not supported")
+
+
+def _without_surrogates(text: str, place: str) -> str:
+    """Joins the halves of a character that was written as in JSON, "\\ud83d\\ude00"; refuses a half that stands alone."""
+    try:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        raise UsageError(f"{place}: holds half of a surrogate pair") from None
 
 
 def _check_together(values: Mapping[str, Value], origins: Mapping[str, Origin]) -> None:
@@ -345,7 +353,7 @@ def to_yaml(effective: Effective) -> str:
         for path, value in effective.values.items():
             if path.startswith(f"{section}."):
                 entry = f"  {path.split('.')[1]}: {yaml_text(value)}"
-                lines.append(f"{entry:<{width}}  # {shown(effective.origins[path].place)}")
+                lines.append(f"{entry:<{width}}  # {_one_line(effective.origins[path].place)}")
     return "\n".join(lines) + "\n"
 
 
@@ -358,9 +366,18 @@ def yaml_text(value: Value) -> str:
     return json.dumps(value)
 
 
+def _one_line(place: str) -> str:
+    return place if place.isprintable() else ascii(place)
+
+
 def _quoted(text: str) -> str:
-    """Double-quoted YAML in ASCII: JSON, but for DEL, which YAML wants escaped."""
-    return json.dumps(text).replace("\x7f", "\\x7f")
+    """Double-quoted YAML in printable ASCII."""
+    named = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t"}
+    return f'"{"".join(named.get(c) or (c if " " <= c <= "~" else _escape(ord(c))) for c in text)}"'
+
+
+def _escape(code: int) -> str:
+    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
 
 
 def _is_plain_string(text: str) -> bool:

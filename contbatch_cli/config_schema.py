@@ -22,7 +22,7 @@ _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of the config; `path` is "section.name". It holds one of `kinds`, one of the words `choices`, or a string list."""
+    """One key of the config; `path` is "section.name". It holds one of `kinds`, one of the words `choices`, or strings."""
 
     path: str
     default: Value
@@ -175,7 +175,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def suggestion(unknown: str) -> str:
-    """The known path nearest to an unknown one, by its last word (own section first), else by the whole; "" when none is near."""
+    """The known path nearest to an unknown one, by its last word (own section first) or the whole; "" if none is near."""
     section, _, name = unknown.rpartition(".")
     paths = list(config_keys())
     siblings = {path.rpartition(".")[2]: path for path in paths if path.startswith(f"{section}.")}

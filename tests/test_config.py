@@ -87,6 +87,7 @@ def test_row_defaults_are_layered_by_who_wrote_them(config_file: Path) -> None:
         ("sampling: {stop: END}", "sampling.stop", ("END",)),
         ("sampling: {stop: [no, 5, '#', \"\\n\"]}", "sampling.stop", ("no", "5", "#", "\n")),
         ("sampling: {stop: []}", "sampling.stop", ()),
+        ('sampling: {stop: "\\ud83d\\ude00"}', "sampling.stop", ("\U0001f600",)),
     ],
 )
 def test_values_are_read_as_their_key_means_them(config_file: Path, text: str, path: str, value: object) -> None:
@@ -146,6 +147,7 @@ def test_empty_files_and_sections_say_nothing(config_file: Path, text: str) -> N
             "model: {name: !!python/name:os.system x}",
             ":1: model.name: the tag tag:yaml.org,2002:python/name:os.system is not supported",
         ),
+        ('sampling: {stop: "\\ud83d"}', ":1: sampling.stop: holds half of a surrogate pair"),
         ("model: {name: !!int x}", ":1: model.name: not a number that can be read: x"),
         ("a: 1\n---\nb: 2", "not valid YAML: but found another document"),
         ("[" * 5000, "not valid YAML"),

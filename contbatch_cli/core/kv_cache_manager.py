@@ -76,7 +76,9 @@ class KVCacheManager:
     One step is: any of `open`, `grow`, `seal`, `release`, then `commit` when the step was executed or `rollback` when not.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True, hasher: ChainHash = chain_hash) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, prefix_caching: bool = True, hasher: ChainHash = chain_hash
+    ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a cache needs blocks: num_blocks {num_blocks}, block_size {block_size}")
         self.num_blocks = num_blocks

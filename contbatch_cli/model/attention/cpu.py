@@ -125,7 +125,8 @@ def _run(part: torch.Tensor, layer: LayerCache, span: Span, plan: CpuPlan, varia
     if start == 0 and variant.softcap is None and variant.sinks is None and (window is None or window >= span.num_queries):
         return _call(queries, keys, values, variant, None).permute(2, 0, 1, 3)
     tiles = [
-        _tile(queries, keys, values, (start, first, offset), plan, variant) for offset in range(0, span.num_queries, QUERY_TILE)
+        _tile(queries, keys, values, (start, first, offset), plan, variant)
+        for offset in range(0, span.num_queries, QUERY_TILE)
     ]
     return torch.cat(tiles, dim=2).permute(2, 0, 1, 3)
 
