@@ -103,6 +103,7 @@ class MetricsSnapshot:
     computed_tokens: int
     recomputed_tokens: int
     preemptions: int
+    duplicates: int
     iterations: int
     budget_use: float
     peak_blocks: int
@@ -189,6 +190,7 @@ class _Totals:
     computed_tokens: int = 0
     recomputed_tokens: int = 0
     preemptions: int = 0
+    duplicates: int = 0
     iterations: int = 0
     budget_tokens: int = 0
     peak_blocks: int = 0
@@ -217,7 +219,9 @@ class Metrics:
         runs = [_Run(s.request_id, s.start, s.start + len(s.tokens), s.samples) for s in report.batch.sequences]
         self._observe(report, runs, report.batch.num_tokens, report.batch.preempted)
         end_s = report.start_s + report.elapsed_s
-        return {request.request_id: self._finish_request(request, end_s) for request in report.finished}
+        self._totals.duplicates += len(report.duplicates)
+        done = (*report.finished, *report.duplicates)
+        return {request.request_id: self._finish_request(request, end_s) for request in done}
 
     def observe_trace(self, iteration: TraceIteration) -> dict[RequestId, RequestMetrics]:
         """The same for an iteration of a trace, which does not tell why a request finished: all count as good."""
@@ -283,11 +287,13 @@ class Metrics:
         state.num_outputs += 1
 
     def _finish_request(self, request: Request, end_s: float) -> RequestMetrics:
-        """The request's own count of output tokens holds: a row that failed in its last step sampled nothing there."""
+        """The request's own count of output tokens holds: a row that failed in its last step sampled nothing there.
+
+        A duplicate, which never ran, adds no tokens.
+        """
         state = self._in_flight.get(request.request_id)
-        counted = state.num_outputs if state else 0
-        self._totals.output_tokens += request.num_output_tokens - counted
-        if state:
+        if state is not None:
+            self._totals.output_tokens += request.num_output_tokens - state.num_outputs
             state.num_outputs = request.num_output_tokens
         reason = request.finish.reason if request.finish else FinishReason.STOP
         return self._finish(request.request_id, reason, end_s)
@@ -341,6 +347,7 @@ class Metrics:
             computed_tokens=totals.computed_tokens,
             recomputed_tokens=totals.recomputed_tokens,
             preemptions=totals.preemptions,
+            duplicates=totals.duplicates,
             iterations=totals.iterations,
             budget_use=totals.computed_tokens / totals.budget_tokens if totals.budget_tokens else 0.0,
             peak_blocks=totals.peak_blocks,

@@ -36,7 +36,10 @@ class TraceRun(NamedTuple):
 
 
 class TraceIteration(NamedTuple):
-    """One iteration as the trace holds it. Times in seconds since the run began."""
+    """One iteration as the trace holds it. Times in seconds since the run began.
+
+    `finished` names every row that was done then, rows that took the result of an equal one among them.
+    """
 
     iteration: int
     scheduled: tuple[TraceRun, ...]
@@ -81,7 +84,7 @@ def iteration_of(report: IterationReport, name_of: NameOf = no_name) -> TraceIte
         blocks_used=report.blocks_used,
         num_blocks=report.num_blocks,
         preempted=report.batch.preempted,
-        finished=tuple(request.request_id for request in report.finished),
+        finished=tuple(request.request_id for request in (*report.finished, *report.duplicates)),
         start_s=round(report.start_s, _TIME_DIGITS),
         elapsed_s=round(report.elapsed_s, _TIME_DIGITS),
     )
@@ -90,7 +93,7 @@ def iteration_of(report: IterationReport, name_of: NameOf = no_name) -> TraceIte
 def _run_of(sequence: ScheduledSequence, name_of: NameOf) -> TraceRun:
     return TraceRun(
         sequence.request_id,
-        name_of(sequence.request_id.index),
+        name_of(sequence.request_id.row),
         sequence.start,
         len(sequence.tokens),
         sequence.is_decode,
@@ -120,7 +123,7 @@ def format_iteration(iteration: TraceIteration) -> str:
 
 def _run_fields(run: TraceRun) -> dict[str, Any]:
     return {
-        "index": run.request_id.index,
+        "index": run.request_id.row,
         "id": run.name,
         "sample": run.request_id.sample,
         "start": run.start,
@@ -132,7 +135,7 @@ def _run_fields(run: TraceRun) -> dict[str, Any]:
 
 def _id_field(request_id: RequestId) -> int | list[int]:
     """A row's index; a pair of index and sample for the second and later samples of a row."""
-    return request_id.index if request_id.sample == 0 else [request_id.index, request_id.sample]
+    return request_id.row if request_id.sample == 0 else [request_id.row, request_id.sample]
 
 
 def _dumps(value: Any) -> str:

@@ -55,7 +55,7 @@ def reports(job: FakeJob) -> Iterator[IterationReport]:
         batch = ScheduledBatch(tuple(sequences), num_tokens, preempted)
         used = sum(-(-r.num_computed_tokens // job.block_size) for r in running)
         yield IterationReport(
-            iteration, batch, finished, len(running), len(waiting), used, job.num_blocks, job.token_budget, now, elapsed
+            iteration, batch, finished, (), len(running), len(waiting), used, job.num_blocks, job.token_budget, now, elapsed
         )
         running = [request for request in running if not request.is_complete]
         now += elapsed
@@ -105,7 +105,7 @@ def _advance(job: FakeJob, running: list[Request], sequences: list[ScheduledSequ
         request.num_computed_tokens = sequence.end
         if not sequence.samples:
             continue
-        if job.error_every and request.request_id.index % job.error_every == job.error_every - 1:
+        if job.error_every and request.request_id.row % job.error_every == job.error_every - 1:
             request.finish = Finish(FinishReason.ERROR, message="non-finite logits")
         else:
             request.token_ids.append(request.num_tokens)

@@ -3,13 +3,13 @@ from __future__ import annotations
 import math
 import random
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contbatch_cli.core.request import RequestId
+from contbatch_cli.core.request import Finish, FinishReason, Request, RequestId
 from contbatch_cli.metrics import LatencyHistogram, Metrics
 from contbatch_cli.trace import iteration_of
 from tests.fake_runs import FakeJob, reports
@@ -44,7 +44,7 @@ def jobs() -> list[FakeJob]:
     ]
 
 
-@pytest.mark.parametrize("job", jobs(), ids=str)
+@pytest.mark.parametrize("job", jobs(), ids=["plain", "one_seat", "preempted", "errors", "preempted_small_budget"])
 def test_metrics_agree_with_token_times_kept_in_full(job: FakeJob) -> None:
     token_times: dict[RequestId, list[float]] = {}
     first_run: dict[RequestId, float] = {}
@@ -128,3 +128,18 @@ def test_memory_is_flat_in_the_number_of_rows() -> None:
         sizes.append(len(metrics._in_flight) + len(metrics._recent._steps) + sys.getsizeof(metrics.itl._counts) // 1000)
     assert max(sizes) < 1100
     assert not metrics._in_flight
+
+
+def test_a_duplicate_is_done_but_adds_no_tokens() -> None:
+    metrics = Metrics(total_requests=4)
+    steps = list(reports(FakeJob([5, 6], [3, 4])))
+    twins = [Request.from_prompt(RequestId(7), [1] * 5), Request.from_prompt(RequestId(8), [1] * 5)]
+    for twin in twins:
+        twin.token_ids += [1, 2, 3]
+        twin.finish = Finish(FinishReason.LENGTH)
+    steps[-1] = replace(steps[-1], duplicates=tuple(twins))
+    for report in steps:
+        done = metrics.observe(report)
+    assert set(done) >= {RequestId(7), RequestId(8)}
+    snapshot = metrics.snapshot()
+    assert (snapshot.done, snapshot.duplicates, snapshot.output_tokens, snapshot.prompt_tokens) == (4, 2, 7, 11)

@@ -25,7 +25,7 @@ def contract_report() -> IterationReport:
         ScheduledSequence(RequestId(2), (1,) * 47, 0, (3, 4, 5), 50, GREEDY, False, Logits.NONE),
     )
     finished = Request.from_prompt(RequestId(1), [1])
-    return IterationReport(12, ScheduledBatch(sequences, 48), (finished,), 2, 5, 9, 64, 48, 0.81, 0.052)
+    return IterationReport(12, ScheduledBatch(sequences, 48), (finished,), (), 2, 5, 9, 64, 48, 0.81, 0.052)
 
 
 def test_the_line_of_the_contract_is_written_with_its_keys_in_order() -> None:
@@ -54,7 +54,7 @@ def test_a_trace_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 def test_later_samples_of_a_row_are_told_apart(tmp_path: Path) -> None:
     report = contract_report()
     finished = (Request.from_prompt(RequestId(1, 0), [1]), Request.from_prompt(RequestId(1, 2), [1]))
-    report = IterationReport(0, report.batch, finished, 2, 5, 9, 64, 48, 0.0, 0.1)
+    report = IterationReport(0, report.batch, finished[:1], finished[1:], 2, 5, 9, 64, 48, 0.0, 0.1)
     path = tmp_path / "t.jsonl"
     path.write_text(header_line({}, {}, None) + iteration_line(report))
     assert next(read_trace(path)[1]).finished == (RequestId(1, 0), RequestId(1, 2))

@@ -83,7 +83,7 @@ def three_figures(value: float) -> str:
 
 def prefill_text(run: TraceRun) -> str:
     """`name:tokens`, `name:tokens@start` for a run that does not begin the prompt; an ellipsis when more of it is to follow."""
-    name = row_name(run.name, run.request_id.index, run.request_id.sample)
+    name = row_name(run.name, run.request_id.row, run.request_id.sample)
     where = f"@{run.start}" if run.start else ""
     return f"{name}:{run.num_tokens}{where}{'' if run.samples else ELLIPSIS}"
 

@@ -48,7 +48,6 @@ class RunSummary:
     rows_bad: int
     rows_cancelled: int = 0
     rows_kept: int = 0
-    duplicates_saved: int = 0
     runaway_rows: int = 0
     output: str | None = None
     notes: tuple[str, ...] = ()
@@ -392,7 +391,8 @@ def _rows_text(summary: RunSummary) -> str:
     words = [f"{summary.rows_good:,} good", f"{summary.rows_bad:,} bad"]
     words += [f"{summary.rows_cancelled:,} cancelled"] if summary.rows_cancelled else []
     words += [f"{summary.rows_kept:,} kept from the earlier run"] if summary.rows_kept else []
-    words += [f"{summary.duplicates_saved:,} duplicates not computed again"] if summary.duplicates_saved else []
+    duplicates = summary.metrics.duplicates
+    words += [f"{duplicates:,} duplicates not computed again"] if duplicates else []
     return ", ".join(words)
 
 

@@ -10,6 +10,7 @@ import termios
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pyte
 import pytest
@@ -96,7 +97,7 @@ def play(
         clock.now += report.elapsed_s
         metrics.observe(report)
         for request in report.finished:
-            records.append((json.dumps({"index": request.request_id.index, "text": "w [x] " * 30}) + "\n").encode())
+            records.append((json.dumps({"index": request.request_id.row, "text": "w [x] " * 30}) + "\n").encode())
             view.record(records[-1])
         view.iteration(report)
         if on_step:
@@ -254,7 +255,7 @@ def test_the_summary_tells_all_that_was_lost_or_saved() -> None:
     metrics = Metrics()
     for report in reports(FakeJob.drawn(8, 30, preempt_every=4, error_every=7)):
         metrics.observe(report)
-    summary = RunSummary(metrics.snapshot(), 26, 4, 1, 5, 7, 2, "out.jsonl", ("a note",))
+    summary = RunSummary(replace(metrics.snapshot(), duplicates=7), 26, 4, 1, 5, 2, "out.jsonl", ("a note",))
     text = "\n".join(f"{label} {value}" for label, value in summary_lines(summary))
     for part in (
         "26 good",
