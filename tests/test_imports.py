@@ -13,6 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "contbatch_cli"
 FOR_ALL = {"config", "errors", "units", "__init__"}
 CORE = {"core", *FOR_ALL}
+WIRED = {"config_schema", "config_files", "data", "engine", "metrics", "trace", "sizing", "cost_model", "simulate"}
 
 # What each part may import of the package. A part is a package, or a module of the top level.
 MAY_IMPORT = {
@@ -22,13 +23,16 @@ MAY_IMPORT = {
     "config": {"units"},
     "config_schema": {*FOR_ALL, "config_schema"},
     "config_files": {*FOR_ALL, "config_schema"},
+    "sizing": CORE,
+    "cost_model": CORE,
     "engine": CORE,
-    "metrics": {*CORE, "engine"},
-    "simulate": CORE,
+    "trace": {*CORE, "engine"},
+    "metrics": {*CORE, "engine", "trace"},
+    "simulate": {*CORE, "cost_model"},
     "data": {*CORE, "data"},
     "model": {*CORE, "model"},
-    "build": {*CORE, "config_schema", "config_files", "data", "engine", "metrics", "simulate"},
-    "cli": {*CORE, "config_schema", "config_files", "data", "engine", "metrics", "simulate", "build", "cli"},
+    "build": {*CORE, *WIRED},
+    "cli": {*CORE, *WIRED, "build", "cli"},
     "__main__": {"cli"},
 }
 # What may be imported where it is needed only, inside a function.
