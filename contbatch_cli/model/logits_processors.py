@@ -196,37 +196,52 @@ def top_k_filter(scores: Tensor, top_k: Sequence[float]) -> Tensor:
     return scores.masked_fill_(scores < lowest, NEGATIVE_INFINITY)
 
 
-_TOP_P_UNIT = 2.0**40
+_WEIGHT_UNITS = 2.0**34
+_DEPTHS = (256, 2048)
 
 
 def top_p_filter(scores: Tensor, top_p: Sequence[float]) -> Tensor:
-    """-inf outside of the smallest set of most likely tokens that reaches probability p; of equals the lower id comes first.
+    """-inf, in place, outside of the smallest set of most likely tokens that reaches p; of equals the lower id comes first.
 
-    `scores` [R, V] with maximum 0. Probabilities are counted in whole units of 2**-40 of the largest, so that sums are exact:
-    the same in any order, on any device, whoever the neighbours are. Only tokens that can be in the set are sorted: where V
-    tokens of one's weight together would fit into what p leaves over, that one is outside.
+    `scores` [R, V] with maximum 0. Probabilities are counted in whole units of 2**-34 of the largest, in float64: up to 2**19
+    of them add up exactly, so sums are the same in any order, on any device, whoever the neighbours are.
     """
-    weights = (scores.exp().double() * _TOP_P_UNIT).long()
-    total = weights.sum(-1)
+    total = _weights(scores).sum(-1)
     share = torch.tensor(top_p, dtype=torch.float64, device=scores.device)
-    needed = (share * total.double()).ceil().long().clamp(min=1).minimum(total)
-    rows, columns = (weights > ((total - needed) // scores.shape[1])[:, None]).nonzero(as_tuple=True)
-    kept = _in_smallest_set(scores[rows, columns], weights[rows, columns], rows, needed)
-    filtered = torch.full_like(scores, NEGATIVE_INFINITY)
-    filtered[rows[kept], columns[kept]] = scores[rows[kept], columns[kept]]
-    return filtered
+    needed = (share * total).ceil().clamp(min=1.0).minimum(total)
+    edge = torch.empty_like(scores[:, 0])
+    pending = list(range(len(top_p)))
+    for depth in (*(depth for depth in _DEPTHS if depth < scores.shape[1]), scores.shape[1]):
+        index = torch.tensor(pending, device=scores.device)
+        found, num_kept, is_tied, is_reached = _nucleus_edge(take_rows(scores, pending), needed[index], depth)
+        edge[index] = found
+        for place in (is_tied & is_reached).nonzero()[:, 0].tolist():
+            _drop_last_ties(scores[pending[place]], found[place], int(num_kept[place]))
+        pending = [i for i, done in zip(pending, is_reached.tolist(), strict=True) if not done]
+        if not pending:
+            break
+    return scores.masked_fill_(scores < edge[:, None], NEGATIVE_INFINITY)
 
 
-def _in_smallest_set(scores: Tensor, weights: Tensor, rows: Tensor, needed: Tensor) -> Tensor:
-    """Which of C candidates, in order of row and id, are among the best of their row that together weigh `needed` [R]."""
-    counts = torch.bincount(rows, minlength=len(needed))
-    place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
-    shape = (len(needed), int(counts.max()))
-    packed_scores = scores.new_full(shape, NEGATIVE_INFINITY)
-    packed_scores[rows, place] = scores
-    packed_weights = weights.new_zeros(shape)
-    packed_weights[rows, place] = weights
-    order = packed_scores.sort(dim=-1, descending=True, stable=True).indices
-    ranked = packed_weights.gather(1, order)
-    is_inside = ranked.cumsum(-1) - ranked < needed[:, None]
-    return torch.zeros_like(is_inside).scatter_(1, order, is_inside)[rows, place]
+def _weights(scores: Tensor) -> Tensor:
+    return scores.exp().double().mul_(_WEIGHT_UNITS).floor_()
+
+
+def _nucleus_edge(scores: Tensor, needed: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """From each row's `depth` best: the lowest score in its smallest set, the set's size, whether an equal score is left out,
+    and whether `depth` was enough to tell. `scores` [R, V], `needed` [R] in units of weight, all results [R].
+    """
+    best = scores.topk(depth, dim=-1).values
+    inside = (_weights(best).cumsum(-1) < needed[:, None]).sum(-1, keepdim=True)
+    is_last = inside >= depth - 1
+    edge = best.gather(1, inside.clamp(max=depth - 1))
+    is_tied = (best.gather(1, (inside + 1).clamp(max=depth - 1)) == edge) & ~is_last
+    is_reached = ~is_last | (depth == scores.shape[1])
+    return edge[:, 0], inside[:, 0] + 1, is_tied[:, 0], is_reached[:, 0]
+
+
+def _drop_last_ties(scores: Tensor, edge: Tensor, num_kept: int) -> None:
+    """-inf for the highest ids that share the lowest kept score, so that `num_kept` stay. `scores` [V], changed in place."""
+    tied = (scores == edge).nonzero()[:, 0]
+    num_above = int((scores > edge).sum())
+    scores[tied[num_kept - num_above :]] = NEGATIVE_INFINITY

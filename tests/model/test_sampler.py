@@ -241,7 +241,7 @@ def test_min_p_equals_transformers(p):
 def test_top_p_equals_transformers(p):
     """Equal sets; they may differ only by tokens whose cumulative probability is within float32 rounding of p."""
     scores = scaled(40, 4)
-    filtered = ours.top_p_filter(scores, [p] * 40)
+    filtered = ours.top_p_filter(scores.clone(), [p] * 40)
     kept, expected = filtered.isfinite(), oracle.TopPLogitsWarper(p)(None, scores).isfinite()
     for i in (kept != expected).any(-1).nonzero()[:, 0].tolist():
         mass = torch.softmax(scores[i].double(), -1)
@@ -256,13 +256,29 @@ def test_top_p_keeps_the_smallest_set_and_the_lowest_ids_of_equals():
     scores -= scores.amax(-1, keepdim=True)
 
     def kept(p: float) -> list[list[int]]:
-        filtered = ours.top_p_filter(scores, [p] * 2)
+        filtered = ours.top_p_filter(scores.clone(), [p] * 2)
         return [row.isfinite().nonzero()[:, 0].tolist() for row in filtered]
 
     assert kept(0.5) == [[0], [0, 1]]
     assert kept(0.51) == [[0, 1], [0, 1, 2]]
     assert kept(0.76) == [[0, 1, 2], [0, 1, 2, 3]]
     assert kept(1e-12) == [[0], [0]]
+
+
+@pytest.mark.parametrize("p", [0.05, 0.6, 0.999])
+def test_top_p_is_the_same_at_every_search_depth(p, monkeypatch):
+    """Peaked, flat and tied rows, so that some are settled early and some need the whole vocabulary."""
+    scores = scaled(30, 8)
+    scores[10:20] /= 20
+    scores[20:] = scores[20:].mul(0.3).round().div(3)
+    whole = ours.top_p_filter(scores.clone(), [p] * 30)
+    for depths in ((1,), (2, 5, 40), (16, 300)):
+        monkeypatch.setattr(ours, "_DEPTHS", depths)
+        assert torch.equal(ours.top_p_filter(scores.clone(), [p] * 30), whole)
+    ranked = [sorted(range(VOCAB), key=lambda token, row=row: (-row[token].item(), token)) for row in scores]
+    for i, row in enumerate(whole):
+        kept = set(row.isfinite().nonzero()[:, 0].tolist())
+        assert kept == set(ranked[i][: len(kept)])
 
 
 def test_filters_work_on_what_the_one_before_left():
