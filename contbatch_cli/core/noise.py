@@ -38,7 +38,7 @@ def mix64(value: int) -> int:
 
 
 def stream_key(seed: int, sample: int, position: int) -> int:
-    """The 64-bit key of one sampled token. `position` is the absolute position of the token being sampled; any seed, mod 2**64."""
+    """The 64-bit key of one token. `position` is the absolute one of the token being sampled; `seed` counts mod 2**64."""
     key = mix64((seed + GOLDEN) & MASK64)
     key = mix64((key + GOLDEN * (sample + 1)) & MASK64)
     return mix64((key + GOLDEN * (position + 1)) & MASK64)

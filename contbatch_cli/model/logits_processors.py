@@ -4,17 +4,17 @@ Shapes: R rows that use some processor, V vocabulary. `logits` is [R, V] float32
 scheduled sequences, in the same order. Each processor touches only the rows that use it, and no row's result depends on
 another row: edits are scattered element by element, and every reduction is along V.
 
-The order, as vLLM's, of everything that a greedy row sees too (`EDITS`):
+The order of everything that a greedy row sees too (`EDITS`), as vLLM's:
 
     logit_bias            added (OpenAI)
-    repetition_penalty    logit / p where positive, logit * p where negative, for tokens of prompt and output (transformers, CTRL)
+    repetition_penalty    logit / p where positive, logit * p where negative, for tokens of prompt and output (transformers)
     frequency_penalty     minus p times the number of times the token is in the output (OpenAI: the prompt does not count)
     presence_penalty      minus p where the token is in the output at all
     bad_words             -inf for the token that would complete a banned sequence; prompt and output count (transformers)
     min_tokens            -inf for EOS and stop token ids while fewer than min_tokens are out
 
-then the grammar's mask, and for rows with a temperature (`model/sampler.py`): temperature, min_p, top_k, top_p. transformers has
-the same steps, with min_p after top_p and the bias and penalties in other places; the masks commute with all the rest.
+then the grammar's mask, and for rows with a temperature (`model/sampler.py`): temperature, min_p, top_k, top_p. transformers
+has min_p after top_p, where top_p sees the tokens that min_p is to drop; the rest agrees, as masks commute with all else.
 """
 
 from __future__ import annotations
@@ -169,50 +169,79 @@ def _mask(logits: Tensor, banned: Iterator[tuple[int, set[int]]]) -> None:
         logits[cells.index(logits.device)] = NEGATIVE_INFINITY
 
 
-def scale_by_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
-    """(logits - the row's largest) / T, so that the largest is 0 and no T, however small, overflows. `temperature` is [R], > 0."""
-    return (logits - logits.amax(-1, keepdim=True)).div_(temperature[:, None])
+def take_rows(values: Tensor, rows: list[int]) -> Tensor:
+    """The named rows, in ascending order; `values` itself, not a copy, where these are all."""
+    return values if len(rows) == values.shape[0] else values[torch.tensor(rows, device=values.device)]
 
 
-def min_p_filter(scores: Tensor, min_p: Tensor) -> Tensor:
-    """-inf where a token's probability is under min_p times the most likely one's. `scores` [R, V] with maximum 0; `min_p` [R]."""
-    return scores.masked_fill(scores < min_p.double().log().float()[:, None], NEGATIVE_INFINITY)
+def scale_by_temperature(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
+    """(logits - the row's largest) / T in place: the largest becomes 0, and no T, however small, overflows.
 
-
-def top_k_filter(scores: Tensor, top_k: Sequence[int]) -> Tensor:
-    """-inf below the row's k-th largest score; what ties with it stays, as in transformers. `top_k` has R entries, each >= 1."""
-    vocab_size = scores.shape[1]
-    depth = torch.tensor([min(k, vocab_size) - 1 for k in top_k]).to(scores.device)
-    best = scores.topk(min(max(top_k), vocab_size), dim=-1).values
-    return scores.masked_fill(scores < best.gather(1, depth[:, None]), NEGATIVE_INFINITY)
-
-
-_TOP_P_UNIT = 2.0**40
-
-
-def top_p_filter(scores: Tensor, top_p: Tensor) -> Tensor:
-    """-inf outside of the smallest set of most likely tokens that reaches probability p; of equal tokens the lower id comes first.
-
-    `scores` [R, V] with maximum 0; `top_p` [R]. Probabilities are counted in whole units of 2**-40 of the largest, so that sums
-    are exact: the same in any order, on any device, whoever the neighbours are. Only tokens that can be in the set are sorted:
-    if V tokens of this one's weight together fit into what p leaves over, this one is outside.
+    `best` [R] is where a row is largest; `temperature` [R], > 0.
     """
-    weights = (scores.exp().double() * _TOP_P_UNIT).long()
-    total = weights.sum(-1)
-    needed = (top_p.double() * total.double()).ceil().long().clamp(min=1).minimum(total)
-    possible = weights > ((total - needed) // scores.shape[1])[:, None]
-    rows, columns = possible.nonzero(as_tuple=True)
-    counts = possible.sum(-1)
-    place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
-    ranked_scores = scores.new_full((scores.shape[0], int(counts.max())), NEGATIVE_INFINITY)
-    ranked_scores[rows, place] = scores[rows, columns]
-    packed = torch.zeros_like(ranked_scores, dtype=torch.int64)
-    packed[rows, place] = weights[rows, columns]
-    order = ranked_scores.sort(dim=-1, descending=True, stable=True).indices
-    ranked = packed.gather(1, order)
-    kept = torch.zeros_like(packed, dtype=torch.bool).scatter_(1, order, ranked.cumsum(-1) - ranked < needed[:, None])
-    kept &= packed > 0
-    chosen = kept[rows, place]
-    filtered = torch.full_like(scores, NEGATIVE_INFINITY)
-    filtered[rows[chosen], columns[chosen]] = scores[rows[chosen], columns[chosen]]
-    return filtered
+    return logits.sub_(logits.gather(1, best[:, None])).div_(temperature[:, None])
+
+
+def min_p_filter(scores: Tensor, min_p: Sequence[float]) -> Tensor:
+    """-inf, in place, where a probability is under min_p times the row's largest. `scores` [R, V] with maximum 0."""
+    lowest = torch.tensor(min_p, dtype=torch.float64, device=scores.device).log().float()
+    return scores.masked_fill_(scores < lowest[:, None], NEGATIVE_INFINITY)
+
+
+def top_k_filter(scores: Tensor, top_k: Sequence[float]) -> Tensor:
+    """-inf, in place, below the row's k-th largest score; what ties with it stays, as in transformers. Each k >= 1."""
+    depths = [min(int(k), scores.shape[1]) for k in top_k]
+    best = scores.topk(max(depths), dim=-1).values
+    lowest = best.gather(1, torch.tensor(depths, device=scores.device)[:, None] - 1)
+    return scores.masked_fill_(scores < lowest, NEGATIVE_INFINITY)
+
+
+_WEIGHT_UNITS = 2.0**34
+_DEPTHS = (256, 2048)
+
+
+def top_p_filter(scores: Tensor, top_p: Sequence[float]) -> Tensor:
+    """-inf, in place, outside of the smallest set of most likely tokens that reaches p; of equals the lower id comes first.
+
+    `scores` [R, V] with maximum 0. Probabilities are counted in whole units of 2**-34 of the largest, in float64: up to 2**19
+    of them add up exactly, so sums are the same in any order, on any device, whoever the neighbours are.
+    """
+    total = _weights(scores).sum(-1)
+    share = torch.tensor(top_p, dtype=torch.float64, device=scores.device)
+    needed = (share * total).ceil().clamp(min=1.0).minimum(total)
+    edge = torch.empty_like(scores[:, 0])
+    pending = list(range(len(top_p)))
+    for depth in (*(depth for depth in _DEPTHS if depth < scores.shape[1]), scores.shape[1]):
+        index = torch.tensor(pending, device=scores.device)
+        found, num_kept, is_tied, is_reached = _nucleus_edge(take_rows(scores, pending), needed[index], depth)
+        edge[index] = found
+        for place in (is_tied & is_reached).nonzero()[:, 0].tolist():
+            _drop_last_ties(scores[pending[place]], found[place], int(num_kept[place]))
+        pending = [i for i, done in zip(pending, is_reached.tolist(), strict=True) if not done]
+        if not pending:
+            break
+    return scores.masked_fill_(scores < edge[:, None], NEGATIVE_INFINITY)
+
+
+def _weights(scores: Tensor) -> Tensor:
+    return scores.exp().double().mul_(_WEIGHT_UNITS).floor_()
+
+
+def _nucleus_edge(scores: Tensor, needed: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """From each row's `depth` best: the lowest score in its smallest set, the set's size, whether an equal score is left out,
+    and whether `depth` was enough to tell. `scores` [R, V], `needed` [R] in units of weight, all results [R].
+    """
+    best = scores.topk(depth, dim=-1).values
+    inside = (_weights(best).cumsum(-1) < needed[:, None]).sum(-1, keepdim=True)
+    is_last = inside >= depth - 1
+    edge = best.gather(1, inside.clamp(max=depth - 1))
+    is_tied = (best.gather(1, (inside + 1).clamp(max=depth - 1)) == edge) & ~is_last
+    is_reached = ~is_last | (depth == scores.shape[1])
+    return edge[:, 0], inside[:, 0] + 1, is_tied[:, 0], is_reached[:, 0]
+
+
+def _drop_last_ties(scores: Tensor, edge: Tensor, num_kept: int) -> None:
+    """-inf for the highest ids that share the lowest kept score, so that `num_kept` stay. `scores` [V], changed in place."""
+    tied = (scores == edge).nonzero()[:, 0]
+    num_above = int((scores > edge).sum())
+    scores[tied[num_kept - num_above :]] = NEGATIVE_INFINITY

@@ -13,7 +13,7 @@ float32. A token that the model itself rules out has -9999.0, as JSON has no inf
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -30,13 +30,16 @@ from contbatch_cli.model.logits_processors import (
     num_output_tokens,
     out_of_vocabulary,
     scale_by_temperature,
+    take_rows,
     top_k_filter,
     top_p_filter,
 )
 
+RowFilter = Callable[[Tensor, Sequence[float]], Tensor]
+
 LOWEST_LOGPROB = -9999.0
 NEAR = 8.0
-"""Scores this close under the row's best are candidates whatever their noise; lower ones only with noise that makes up for it."""
+"""Scores this close under the row's best are candidates whatever their noise; lower ones only with noise enough."""
 ROWS_AT_ONCE_CPU = 8
 """Rows worked on together on a CPU: their [R, V] temporaries stay in its caches. Elsewhere all rows are worked on at once."""
 LOGPROB_ROWS_AT_ONCE = 64
@@ -62,53 +65,42 @@ class Sampler:
     def sample(self, logits: Tensor, sequences: Sequence[ScheduledSequence]) -> list[SequenceResult]:
         """One result for each of the sampling sequences, whose logits are the rows of `logits` [S, V] float32, in order.
 
-        `logits` may be changed. A row whose logits have NaN or +inf anywhere, or -inf everywhere, gets an error, and so does one
-        whose own settings leave no token or name ids outside of the vocabulary; the others go on.
+        `logits` is only read. A row whose logits have NaN or +inf anywhere, or -inf everywhere, gets an error, and so does one
+        whose own settings leave no token, or name ids outside of the vocabulary; the others go on.
         """
         if not sequences:
             return []
-        largest, token_ids, errors = self._argmax(logits)
-        errors = {i: f"non_finite_logits: position {sequences[i].end}: the largest logit is {largest[i]}" for i in errors}
-        reported = [i for i, row in enumerate(sequences) if row.sampling.logprobs is not None and i not in errors]
-        raw = logits[reported] if reported else None
-        self._sample_special(logits, sequences, token_ids, errors)
-        results = [SequenceResult((token,)) for token in token_ids]
-        for i, message in errors.items():
-            results[i] = SequenceResult(error=message)
-        if raw is not None:
-            self._attach_logprobs(raw, reported, sequences, results)
-        return results
+        best = logits.max(dim=-1)
+        largest, token_ids = _to_lists(best.values, best.indices)
+        errors = {
+            i: f"non_finite_logits: position {sequences[i].end}: the largest logit is {value}"
+            for i, value in enumerate(largest)
+            if not math.isfinite(value)
+        }
+        for chosen in self._special_rows(sequences, errors):
+            index = torch.tensor(chosen, device=logits.device)
+            tokens, failed = self._sample_rows(logits[index], best.indices[index], [sequences[i] for i in chosen])
+            for i, token in zip(chosen, tokens, strict=True):
+                token_ids[i] = token
+            errors.update((chosen[place], message) for place, message in failed.items())
+        logprobs = self._logprobs(logits, sequences, token_ids, errors)
+        return [
+            SequenceResult(error=errors[i]) if i in errors else SequenceResult((token,), logprobs.get(i, ()))
+            for i, token in enumerate(token_ids)
+        ]
 
-    def _argmax(self, logits: Tensor) -> tuple[list[float], list[int], list[int]]:
-        """Each row's largest logit, the lowest id that has it, and the rows where it is not finite. NaN counts as largest."""
-        values, indices = logits.max(dim=-1)
-        packed = torch.stack((values.double(), indices.double())).tolist()
-        largest = packed[0]
-        return largest, [int(index) for index in packed[1]], [i for i, value in enumerate(largest) if not math.isfinite(value)]
-
-    def _sample_special(
-        self, logits: Tensor, sequences: Sequence[ScheduledSequence], token_ids: list[int], errors: dict[int, str]
-    ) -> None:
-        """Replaces the argmax of every row that is not plainly greedy, in `token_ids` or `errors`."""
-        filtered: list[int] = []
-        others: list[int] = []
+    def _special_rows(self, sequences: Sequence[ScheduledSequence], errors: dict[int, str]) -> list[list[int]]:
+        """The rows that need more than an argmax, in pieces to work through together; refused ones are added to `errors`."""
+        groups: dict[bool, list[int]] = {True: [], False: []}
         for i, row in enumerate(sequences):
-            sampling = row.sampling
-            if i in errors or (sampling.temperature == 0.0 and not has_edits(row)):
+            if (row.sampling.temperature == 0.0 and not has_edits(row)) or i in errors:
                 continue
-            if (message := self._refusal(row)) is not None:
-                errors[i] = message
+            if (message := self._refusal(row)) is None:
+                groups[_is_filtered(row)].append(i)
             else:
-                (filtered if _is_filtered(row) else others).append(i)
-        size = ROWS_AT_ONCE_CPU if self.device.type == "cpu" else max(len(sequences), 1)
-        for group in (filtered, others):
-            for start in range(0, len(group), size):
-                chosen = group[start : start + size]
-                rows = [sequences[i] for i in chosen]
-                tokens, failed = self._sample_rows(logits[torch.tensor(chosen, device=logits.device)], rows)
-                for i, token in zip(chosen, tokens, strict=True):
-                    token_ids[i] = token
-                errors.update((chosen[place], message) for place, message in failed.items())
+                errors[i] = message
+        size = ROWS_AT_ONCE_CPU if self.device.type == "cpu" else len(sequences)
+        return [group[start : start + size] for group in groups.values() for start in range(0, len(group), size)]
 
     def _refusal(self, row: ScheduledSequence) -> str | None:
         """Why the row's settings cannot be honoured; asked before its first token, as settings never change."""
@@ -119,50 +111,48 @@ class Sampler:
         message = out_of_vocabulary(row.sampling, self.vocab_size)
         return None if message is None else f"invalid_parameter: {message}"
 
-    def _sample_rows(self, logits: Tensor, rows: Sequence[ScheduledSequence]) -> tuple[list[int], dict[int, str]]:
-        """Tokens and errors by place for [R, V] logits that are this method's to change."""
-        edited = any(has_edits(row) for row in rows)
+    def _sample_rows(self, logits: Tensor, best: Tensor, rows: Sequence[ScheduledSequence]) -> tuple[list[int], dict[int, str]]:
+        """Tokens, and errors by place. `logits` [R, V], each row largest and finite at `best` [R], may be changed."""
         errors: dict[int, str] = {}
-        if edited:
+        if any(has_edits(row) for row in rows):
             for edit in EDITS:
                 edit(logits, rows)
             if self.masks is not None:
                 errors = self.masks.apply(logits, rows)
-        largest, token_ids, not_finite = self._argmax(logits)
-        for i in not_finite:
-            errors.setdefault(i, f"invalid_parameter: its settings leave no token at position {rows[i].end} (best {largest[i]})")
+            largest, best = logits.max(dim=-1)
+            for i, value in enumerate(largest.tolist()):
+                if not math.isfinite(value):
+                    message = f"invalid_parameter: the row's settings leave no token at position {rows[i].end} (best: {value})"
+                    errors.setdefault(i, message)
+        token_ids: list[int] = best.tolist()
         drawn = [i for i, row in enumerate(rows) if row.sampling.temperature > 0.0 and i not in errors]
         if drawn:
-            if len(drawn) < len(rows):
-                logits = logits[torch.tensor(drawn, device=logits.device)]
-            for i, token in zip(drawn, self._draw(logits, [rows[i] for i in drawn]), strict=True):
+            tokens = self._draw(take_rows(logits, drawn), take_rows(best, drawn), [rows[i] for i in drawn])
+            for i, token in zip(drawn, tokens, strict=True):
                 token_ids[i] = token
         return token_ids, errors
 
-    def _draw(self, logits: Tensor, rows: Sequence[ScheduledSequence]) -> list[int]:
-        """Scores by temperature and filters, and the argmax of score + Gumbel noise. `logits` [R, V], each row's maximum finite."""
-        temperature = self._floats([row.sampling.temperature for row in rows])
-        scores = _filter(scale_by_temperature(logits, temperature), rows)
+    def _draw(self, logits: Tensor, best: Tensor, rows: Sequence[ScheduledSequence]) -> list[int]:
+        """Scores by temperature and filters, then the argmax of score + Gumbel noise. `logits` [R, V], largest at `best`."""
+        temperature = torch.tensor([row.sampling.temperature for row in rows], dtype=torch.float32, device=self.device)
+        scores = _filter(scale_by_temperature(logits, best, temperature), rows)
         keys = [stream_key(row.sampling.seed, row.request_id.sample, row.end) for row in rows]
         high = _signed([key >> 32 for key in keys]).to(self.device)
         low = _signed([key & MASK32 for key in keys]).to(self.device)
-        if all(_is_filtered(row) for row in rows):
-            possible = scores > float("-inf")
-        else:
-            possible = self._can_win(scores, high, low)
+        only_filtered = all(_is_filtered(row) for row in rows)
+        possible = scores > float("-inf") if only_filtered else self._can_win(scores, best, high, low)
         owners, columns = possible.nonzero(as_tuple=True)
-        words = self.token_words[columns]
-        perturbed = scores[owners, columns].double() + gumbel(words, high[owners], low[owners])
+        noise = gumbel(self.token_words[columns], high[owners], low[owners])
+        perturbed = scores[owners, columns].double() + noise
         return _argmax_by_owner(perturbed, owners, columns, len(rows), self.vocab_size).tolist()
 
-    def _can_win(self, scores: Tensor, high: Tensor, low: Tensor) -> Tensor:
+    def _can_win(self, scores: Tensor, best: Tensor, high: Tensor, low: Tensor) -> Tensor:
         """Which tokens [R, V] may have the largest score + noise: never leaves out one that has.
 
-        The best token has score 0 and noise g. One with a score under -NEAR needs noise above NEAR + g, which few have; the upper
-        16 bits of its hash tell, and they are known before the last step of the hash. So all V tokens cost seven integer
-        operations, and only the candidates a full hash and two logarithms.
+        The best token has score 0 and noise g. One with a score under -NEAR needs noise above NEAR + g, which few have; the
+        upper 16 bits of its hash tell, and they are known before the last step of the hash. So all V tokens cost a few
+        integer operations, and only the candidates a full hash and two logarithms.
         """
-        best = scores.max(dim=-1).indices
         needed = NEAR - 1e-3 + gumbel(self.token_words[best], high, low)
         limit = ((-(-needed).exp()).exp() * 2.0**16).floor().clamp(0, 2**16 - 1) * 2.0**16 - 2.0**31
         word = self.token_words[None, :] ^ high[:, None]
@@ -172,18 +162,25 @@ class Sampler:
         word.bitwise_xor_((low ^ _as_int32(1 << 31))[:, None]).mul_(_as_int32(ROUND_MULTIPLIERS[1]))
         return (word >= limit.to(torch.int32)[:, None]).logical_or_(scores >= -NEAR)
 
-    def _floats(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32).to(self.device, non_blocking=True)
+    def _logprobs(
+        self, logits: Tensor, sequences: Sequence[ScheduledSequence], token_ids: list[int], errors: dict[int, str]
+    ) -> dict[int, tuple[TokenLogprob]]:
+        """By row, for the rows that asked and have a token."""
+        asked = [i for i, row in enumerate(sequences) if row.sampling.logprobs is not None and i not in errors]
+        size = ROWS_AT_ONCE_CPU if self.device.type == "cpu" else LOGPROB_ROWS_AT_ONCE
+        found: dict[int, tuple[TokenLogprob]] = {}
+        for start in range(0, len(asked), size):
+            piece = asked[start : start + size]
+            num_top = [sequences[i].sampling.logprobs or 0 for i in piece]
+            values = token_logprobs(take_rows(logits, piece), [token_ids[i] for i in piece], num_top)
+            found.update((i, (value,)) for i, value in zip(piece, values, strict=True))
+        return found
 
-    def _attach_logprobs(
-        self, raw: Tensor, reported: list[int], sequences: Sequence[ScheduledSequence], results: list[SequenceResult]
-    ) -> None:
-        good = [place for place, i in enumerate(reported) if results[i].error is None]
-        owners = [reported[place] for place in good]
-        tokens = [results[i].token_ids[0] for i in owners]
-        num_top = [sequences[i].sampling.logprobs or 0 for i in owners]
-        for i, logprob in zip(owners, token_logprobs(raw[good], tokens, num_top), strict=True):
-            results[i] = results[i]._replace(logprobs=(logprob,))
+
+def _to_lists(values: Tensor, indices: Tensor) -> tuple[list[float], list[int]]:
+    """Both in one transfer from the device; a vocabulary's ids are exact in float64."""
+    both = torch.stack((values.double(), indices.double())).tolist()
+    return both[0], [int(index) for index in both[1]]
 
 
 def _is_filtered(row: ScheduledSequence) -> bool:
@@ -193,16 +190,17 @@ def _is_filtered(row: ScheduledSequence) -> bool:
 
 def _filter(scores: Tensor, rows: Sequence[ScheduledSequence]) -> Tensor:
     """min_p, then top_k, then top_p, each on the rows that use it and on what the one before has left."""
-    device = scores.device
-    settings = [row.sampling for row in rows]
-    if using := [i for i, s in enumerate(settings) if s.min_p > 0.0]:
-        values = torch.tensor([settings[i].min_p for i in using], dtype=torch.float64, device=device)
-        scores[using] = min_p_filter(scores[using], values)
-    if using := [i for i, s in enumerate(settings) if s.top_k > 0]:
-        scores[using] = top_k_filter(scores[using], [settings[i].top_k for i in using])
-    if using := [i for i, s in enumerate(settings) if s.top_p < 1.0]:
-        values = torch.tensor([settings[i].top_p for i in using], dtype=torch.float64, device=device)
-        scores[using] = top_p_filter(scores[using], values)
+    steps: tuple[tuple[RowFilter, list[float]], ...] = (
+        (min_p_filter, [row.sampling.min_p for row in rows]),
+        (top_k_filter, [float(row.sampling.top_k) for row in rows]),
+        (top_p_filter, [row.sampling.top_p if row.sampling.top_p < 1.0 else 0.0 for row in rows]),
+    )
+    for row_filter, settings in steps:
+        using = [i for i, setting in enumerate(settings) if setting > 0.0]
+        if len(using) == len(rows):
+            scores = row_filter(scores, settings)
+        elif using:
+            scores[using] = row_filter(scores[using], [settings[i] for i in using])
     return scores
 
 
@@ -214,7 +212,7 @@ def _argmax_by_owner(values: Tensor, owners: Tensor, columns: Tensor, num_owners
 
 
 def gumbel(words: Tensor, high: Tensor, low: Tensor) -> Tensor:
-    """Standard Gumbel noise in float64 of token words under the halves of their keys; `core/noise.py` on tensors. All int32 [C]."""
+    """Standard Gumbel noise, float64, of token words under the halves of their keys, as `core/noise.py`. All int32 [C]."""
     first = keyed_word(words, high, low).long() & MASK32
     second = keyed_word(words, low, high).long() & MASK32
     uniform = (((first << 20) | (second >> 12)).double() + 0.5) * 2.0**-52

@@ -92,7 +92,7 @@ def test_pruning_loses_nothing_in_a_large_vocabulary(monkeypatch):
     logits = random_logits(60, 3, vocab)
     logits[30:] -= 20 * (torch.arange(vocab) > 0)  # one peak 20 above the rest: only rare noise overtakes it
     pruned = sampled(logits, rows)
-    monkeypatch.setattr(Sampler, "_can_win", lambda self, scores, high, low: scores > float("-inf"))
+    monkeypatch.setattr(Sampler, "_can_win", lambda self, scores, *_: scores > float("-inf"))
     assert pruned == sampled(logits, rows)
 
 
@@ -220,27 +220,28 @@ def test_count_penalties_are_openai_s_formula():
 
 
 def scaled(rows: int, seed: int = 0) -> torch.Tensor:
-    return ours.scale_by_temperature(random_logits(rows, seed), torch.ones(rows))
+    logits = random_logits(rows, seed)
+    return logits - logits.amax(-1, keepdim=True)
 
 
 @pytest.mark.parametrize("k", [1, 2, 50, VOCAB, VOCAB + 5])
 def test_top_k_equals_transformers(k):
     scores = scaled(20)
     scores[:, 50:60] = scores[:, 40:50]  # ties
-    assert torch.equal(ours.top_k_filter(scores, [k] * 20), oracle.TopKLogitsWarper(k)(None, scores))
+    assert torch.equal(ours.top_k_filter(scores.clone(), [k] * 20), oracle.TopKLogitsWarper(k)(None, scores))
 
 
 @pytest.mark.parametrize("p", [1e-6, 0.01, 0.3, 0.9, 0.999])
 def test_min_p_equals_transformers(p):
     scores = scaled(20)
-    assert torch.equal(ours.min_p_filter(scores, torch.full((20,), p)), oracle.MinPLogitsWarper(p)(None, scores))
+    assert torch.equal(ours.min_p_filter(scores.clone(), [p] * 20), oracle.MinPLogitsWarper(p)(None, scores))
 
 
 @pytest.mark.parametrize("p", [1e-9, 0.1, 0.5, 0.8, 0.95, 0.999, 0.999999])
 def test_top_p_equals_transformers(p):
     """Equal sets; they may differ only by tokens whose cumulative probability is within float32 rounding of p."""
     scores = scaled(40, 4)
-    filtered = ours.top_p_filter(scores, torch.full((40,), p, dtype=torch.float64))
+    filtered = ours.top_p_filter(scores.clone(), [p] * 40)
     kept, expected = filtered.isfinite(), oracle.TopPLogitsWarper(p)(None, scores).isfinite()
     for i in (kept != expected).any(-1).nonzero()[:, 0].tolist():
         mass = torch.softmax(scores[i].double(), -1)
@@ -255,13 +256,29 @@ def test_top_p_keeps_the_smallest_set_and_the_lowest_ids_of_equals():
     scores -= scores.amax(-1, keepdim=True)
 
     def kept(p: float) -> list[list[int]]:
-        filtered = ours.top_p_filter(scores, torch.full((2,), p, dtype=torch.float64))
+        filtered = ours.top_p_filter(scores.clone(), [p] * 2)
         return [row.isfinite().nonzero()[:, 0].tolist() for row in filtered]
 
     assert kept(0.5) == [[0], [0, 1]]
     assert kept(0.51) == [[0, 1], [0, 1, 2]]
     assert kept(0.76) == [[0, 1, 2], [0, 1, 2, 3]]
     assert kept(1e-12) == [[0], [0]]
+
+
+@pytest.mark.parametrize("p", [0.05, 0.6, 0.999])
+def test_top_p_is_the_same_at_every_search_depth(p, monkeypatch):
+    """Peaked, flat and tied rows, so that some are settled early and some need the whole vocabulary."""
+    scores = scaled(30, 8)
+    scores[10:20] /= 20
+    scores[20:] = scores[20:].mul(0.3).round().div(3)
+    whole = ours.top_p_filter(scores.clone(), [p] * 30)
+    for depths in ((1,), (2, 5, 40), (16, 300)):
+        monkeypatch.setattr(ours, "_DEPTHS", depths)
+        assert torch.equal(ours.top_p_filter(scores.clone(), [p] * 30), whole)
+    ranked = [sorted(range(VOCAB), key=lambda token, row=row: (-row[token].item(), token)) for row in scores]
+    for i, row in enumerate(whole):
+        kept = set(row.isfinite().nonzero()[:, 0].tolist())
+        assert kept == set(ranked[i][: len(kept)])
 
 
 def test_filters_work_on_what_the_one_before_left():
@@ -363,7 +380,8 @@ def test_minus_infinity_from_the_model_is_accepted():
 
 
 def test_settings_that_leave_no_token_fail_that_row():
-    rows = [scheduled(0, vocab=4, bad_words=((0,), (1,), (2,), (3,))), scheduled(1, vocab=4), scheduled(2, vocab=4, temperature=1.0)]
+    everything = ((0,), (1,), (2,), (3,))
+    rows = [scheduled(0, vocab=4, bad_words=everything), scheduled(1, vocab=4), scheduled(2, vocab=4, temperature=1.0)]
     results = Sampler(4).sample(torch.zeros(3, 4), rows)
     assert results[0].error.startswith("invalid_parameter: ") and results[1].token_ids == (0,) and results[2].error is None
 
@@ -377,7 +395,7 @@ def test_ids_outside_of_the_vocabulary_fail_that_row_at_its_first_token():
         scheduled(3, first, response_format='{"type":"json_object"}'),
     ]
     results = Sampler(VOCAB).sample(random_logits(4), rows)
-    assert results[0].error == f"invalid_parameter: logit_bias: token id {VOCAB} is outside of the model's vocabulary of {VOCAB}"
+    assert results[0].error == "invalid_parameter: logit_bias: token id 301 is outside of the model's vocabulary of 301"
     assert results[1].error.startswith("invalid_parameter: bad_words: token id 309")
     assert results[2].error is None
     assert results[3].error.startswith("invalid_parameter: response_format")
