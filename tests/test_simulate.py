@@ -71,9 +71,10 @@ def test_time_is_the_cost_models_and_nothing_elses() -> None:
 
 
 def test_preemption_changes_no_length() -> None:
-    reports = rehearse(
-        [[i] * 20 for i in range(8)], OutputScript({}.get("x"), {RequestId(i): KnownOutput(20) for i in range(8)}), 20, 14
-    )
+    known = {RequestId(row): KnownOutput(20 if row else 5) for row in range(8)}
+    reports = rehearse([[row] * 8 for row in range(8)], OutputScript(None, known), 40, 14)
+    assert any(report.batch.preempted for report in reports)
+    assert lengths(reports) == {request_id.row: output.num_tokens for request_id, output in known.items()}
 
 
 def test_known_tokens_are_found_by_the_prefix_cache_and_unknown_ones_are_not() -> None:

@@ -17,11 +17,13 @@ from typing import Protocol
 from rich.console import Console, Group
 from rich.text import Text
 
-from contbatch_cli.cli.figures import bar, clock_time, crop, duration, fit_runs, join_fitting, printable, three_figures
+from contbatch_cli.cli.figures import bar, clock_time, duration, join_fitting, printable, three_figures
+from contbatch_cli.cli.iteration_columns import row_text, table_columns, title_text
 from contbatch_cli.cli.live_region import Line, LiveRegion, TerminalSize, terminal_size, terminals_reflow, write_all
+from contbatch_cli.cli.summary import RunSummary, summary_lines
 from contbatch_cli.engine import IterationReport
 from contbatch_cli.metrics import Metrics, MetricsSnapshot
-from contbatch_cli.trace import NameOf, TraceIteration, iteration_of, no_name
+from contbatch_cli.trace import NameOf, iteration_of, no_name
 
 REDRAWS_PER_S = 8
 COST_SHARE = 0.01
@@ -37,20 +39,6 @@ class RunHeader:
 
     lines: tuple[str, ...]
     rows: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RunSummary:
-    """What a run leaves: rows counted by their records, everything else from the metrics. `output` None is standard output."""
-
-    metrics: MetricsSnapshot
-    rows_good: int
-    rows_bad: int
-    rows_cancelled: int = 0
-    rows_kept: int = 0
-    runaway_rows: int = 0
-    output: str | None = None
-    notes: tuple[str, ...] = ()
 
 
 class View(Protocol):
@@ -257,50 +245,6 @@ class LiveView:
         self._due = began + max(1 / REDRAWS_PER_S, cost / COST_SHARE)
 
 
-class Column:
-    """One column of the table: its title, its width in cells, and its text for an iteration."""
-
-    def __init__(
-        self, title: str, width: int, text: Callable[[TraceIteration], str], style: str = "", left: bool = False
-    ) -> None:
-        self.title = title
-        self.width = width
-        self.text = text
-        self.style = style
-        self.left = left
-
-    def cell(self, text: str) -> str:
-        text = crop(text, self.width)
-        return text.ljust(self.width) if self.left else text.rjust(self.width)
-
-
-def _meter(used: int, total: int, width: int, ascii_only: bool) -> str:
-    figures = f"{used}/{total}"
-    return f"{bar(used / total if total else 0.0, width, ascii_only)} {figures}"
-
-
-def table_columns(columns: int, sample: TraceIteration, ascii_only: bool) -> list[Column]:
-    """The columns that fit a terminal of this width; `sample` tells how long its figures are."""
-    bar_cells = 4 if columns < 72 else 8 if columns < 120 else 12
-    token_cells = bar_cells + 2 + 2 * len(str(sample.token_budget))
-    block_cells = bar_cells + 2 + 2 * len(str(sample.num_blocks))
-    found = [
-        Column("step", 7, lambda it: f"{it.iteration:,}", "dim"),
-        Column("time", 7, lambda it: duration(it.elapsed_s)),
-        Column("decodes", 7, lambda it: str(it.num_decodes), "green"),
-        Column("tokens", token_cells, lambda it: _meter(it.num_tokens, it.token_budget, bar_cells, ascii_only), "cyan", True),
-    ]
-    if columns >= 60:
-        meter = Column(
-            "blocks", block_cells, lambda it: _meter(it.blocks_used, it.num_blocks, bar_cells, ascii_only), "blue", True
-        )
-        found.append(meter)
-    if columns >= 100:
-        found.append(Column("running", 7, lambda it: f"{it.num_running:,}"))
-        found.append(Column("waiting", 7, lambda it: f"{it.num_waiting:,}"))
-    return found
-
-
 class LiveTable:
     """Turns iterations and metrics into the lines of the table. Every line is at least one cell narrower than the terminal."""
 
@@ -322,12 +266,8 @@ class LiveTable:
         rows += [Text()] * (room - len(shown))
         return self._render([*rows, *state][-size.rows :], width)
 
-    def _columns(self, report: IterationReport, width: int) -> list[Column]:
-        return table_columns(width + 1, iteration_of(report, self._name_of), self._ascii_only)
-
     def _title(self, report: IterationReport, width: int) -> Text:
-        titles = "  ".join(column.cell(column.title) for column in self._columns(report, width))
-        return Text(crop(titles + "  prefill runs", width), "bold")
+        return title_text(table_columns(width + 1, iteration_of(report, self._name_of), self._ascii_only), width)
 
     def _table_rows(self, reports: list[IterationReport], width: int) -> list[Text]:
         """A row is laid out once and kept while it is shown and the width stays."""
@@ -339,15 +279,7 @@ class LiveTable:
 
     def _row(self, report: IterationReport, width: int) -> Text:
         iteration = iteration_of(report, self._name_of)
-        text = Text()
-        for column in table_columns(width + 1, iteration, self._ascii_only):
-            text.append(column.cell(column.text(iteration)), column.style).append("  ")
-        left = max(width - text.cell_len, 0)
-        if iteration.preempted:
-            text.append(crop(f"{len(iteration.preempted)} preempted  ", left), "red")
-            left = max(width - text.cell_len, 0)
-        text.append(fit_runs(iteration.prefills, left), "yellow")
-        return text
+        return row_text(iteration, table_columns(width + 1, iteration, self._ascii_only), width)
 
     def _state(self, report: IterationReport, width: int) -> list[Text]:
         snapshot = self._metrics.snapshot()
@@ -370,48 +302,3 @@ class LiveTable:
             self._console.print(Group(*texts), no_wrap=True, overflow="crop", crop=False)
         rendered = capture.get().split("\n")
         return [Line(ansi, text.cell_len) for ansi, text in zip(rendered, texts, strict=False)]
-
-
-def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
-    """What a run leaves, as pairs of a label and a text."""
-    metrics = summary.metrics
-    lines = [("rows", _rows_text(summary)), ("tokens", _tokens_text(metrics))]
-    if metrics.ttft_p50_s is not None:
-        lines.append(("latency", _latency_text(metrics)))
-    if metrics.iterations:
-        lines.append(("schedule", _schedule_text(metrics)))
-    if summary.runaway_rows:
-        lines.append(("runaway", f"{summary.runaway_rows:,} rows ran to max_tokens repeating themselves"))
-    lines += [("note", note) for note in summary.notes]
-    lines.append(("output", summary.output or "standard output"))
-    return lines
-
-
-def _rows_text(summary: RunSummary) -> str:
-    words = [f"{summary.rows_good:,} good", f"{summary.rows_bad:,} bad"]
-    words += [f"{summary.rows_cancelled:,} cancelled"] if summary.rows_cancelled else []
-    words += [f"{summary.rows_kept:,} kept from the earlier run"] if summary.rows_kept else []
-    duplicates = summary.metrics.duplicates
-    words += [f"{duplicates:,} duplicates not computed again"] if duplicates else []
-    return ", ".join(words)
-
-
-def _tokens_text(metrics: MetricsSnapshot) -> str:
-    cached = f" ({metrics.cached_tokens:,} from the prefix cache)" if metrics.cached_tokens else ""
-    speed = f"{three_figures(metrics.output_tokens_per_s)} output tokens/s"
-    took = duration(metrics.elapsed_s)
-    return f"{metrics.prompt_tokens:,} prompt{cached}, {metrics.output_tokens:,} output in {took}: {speed}"
-
-
-def _latency_text(metrics: MetricsSnapshot) -> str:
-    ttft = f"TTFT p50 {duration(metrics.ttft_p50_s)}, p99 {duration(metrics.ttft_p99_s)} from the start"
-    itl = f"ITL p50 {duration(metrics.itl_p50_s)}, p99 {duration(metrics.itl_p99_s)}"
-    return f"{ttft}; {itl}" if metrics.itl_p50_s is not None else ttft
-
-
-def _schedule_text(metrics: MetricsSnapshot) -> str:
-    text = f"{metrics.iterations:,} iterations, {metrics.budget_use:.0%} of the token budget used"
-    text += f", peak {metrics.peak_blocks:,} of {metrics.num_blocks:,} blocks"
-    if metrics.preemptions:
-        text += f", {metrics.preemptions:,} preemptions ({metrics.recomputed_tokens:,} tokens computed again)"
-    return text

@@ -20,10 +20,9 @@ from contbatch_cli.cli.live import (
     PlainView,
     QuietView,
     RunHeader,
-    RunSummary,
     make_view,
-    summary_lines,
 )
+from contbatch_cli.cli.summary import RunSummary, summary_lines
 from contbatch_cli.metrics import Metrics
 from tests.fake_runs import FakeJob, reports
 
