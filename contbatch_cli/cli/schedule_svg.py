@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import accumulate
 from math import floor, log10
 from typing import NamedTuple
 
@@ -148,6 +149,8 @@ class _Drawing:
             for segment in lane.segments:
                 x = self._x(segment.start_s)
                 width = max(self._x(segment.end_s) - x, 0.3)
+                if segment.state is State.PREFILL and gap and width > 3:
+                    width -= 0.7
                 paths[segment.state].append(_box(x, y, width, self._lane_height - gap))
         for state, boxes in paths.items():
             if boxes:
@@ -234,27 +237,37 @@ def _mean(steps: Sequence[Step]) -> Column:
 def raster_line(lanes: Sequence[Lane], end_s: float, columns: int) -> list[tuple[State, int] | None]:
     """For each column what the lanes that share a line do there, and how much of the line that is in `SHADES` shades.
 
-    None where all of them wait or are done.
+    Waiting shows where none of them runs; None where all are done.
     """
-    seconds = [[0.0] * len(State) for _ in range(columns)]
+    parts = [[0.0] * columns for _ in State]
+    inner = [[0] * (columns + 1) for _ in State]
     for lane in lanes:
         for segment in lane.segments:
-            if segment.state is not State.WAITING:
-                _spread(seconds, segment.state, segment.start_s / end_s * columns, segment.end_s / end_s * columns)
-    return [_cell(cell, len(lanes)) for cell in seconds]
+            start, end = segment.start_s / end_s * columns, segment.end_s / end_s * columns
+            _spread(parts[segment.state], inner[segment.state], start, end)
+    totals = [[part + whole for part, whole in zip(parts[state], accumulate(inner[state]), strict=False)] for state in State]
+    return [_cell(cell, len(lanes)) for cell in zip(*totals, strict=True)]
 
 
-def _spread(seconds: list[list[float]], state: State, start: float, end: float) -> None:
-    for column in range(int(start), min(int(end), len(seconds) - 1) + 1):
-        seconds[column][state] += min(end, column + 1) - max(start, column)
+def _spread(parts: list[float], inner: list[int], start: float, end: float) -> None:
+    """Adds the stretch to the columns that it covers: in part to the first and the last, as a difference to those between."""
+    last_column = len(parts) - 1
+    first, last = min(int(start), last_column), min(int(end), last_column)
+    if first == last:
+        parts[first] += end - start
+        return
+    parts[first] += first + 1 - start
+    parts[last] += end - last
+    inner[first + 1] += 1
+    inner[last] -= 1
 
 
 def _cell(cell: Sequence[float], num_lanes: int) -> tuple[State, int] | None:
-    covered = sum(cell)
-    if covered < 0.02:
-        return None
-    state = State(max(range(len(cell)), key=lambda state: cell[state]))
-    return state, min(SHADES, 1 + int(covered / num_lanes * SHADES))
+    waiting, active = cell[State.WAITING], sum(cell) - cell[State.WAITING]
+    if active >= 0.02:
+        state = max((state for state in State if state is not State.WAITING), key=lambda state: cell[state])
+        return state, min(SHADES, 1 + int(active / num_lanes * SHADES))
+    return (State.WAITING, SHADES) if waiting > num_lanes / 2 else None
 
 
 def _runs(cells: Sequence[tuple[State, int] | None]) -> Iterator[tuple[int, int, State, int]]:
