@@ -94,7 +94,7 @@ def shapes_of(model: Any) -> list[LayerShape]:
 
 def draw_setting(rng: random.Random, longest: int, **fixed: Any) -> Setting:
     """A setting under which a row of `longest` tokens just fits, or a few more do: rows are preempted in half of them."""
-    block_size = rng.choice([1, 3, 16])
+    block_size = fixed.get("block_size") or rng.choice([1, 3, 16])
     fewest = -(-longest // block_size)
     drawn = {
         "token_budget": rng.choice([rng.randint(1, 8), rng.randint(8, 40), 64, 300]),
