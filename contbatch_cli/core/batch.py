@@ -49,7 +49,7 @@ class ScheduledSequence(NamedTuple):
 
 
 class ScheduledBatch(NamedTuple):
-    """One iteration's plan. `preempted` lost their blocks in it; `released` are ids the runner may forget what it cached about."""
+    """One iteration's plan. `preempted` lost their blocks in it; of `released` ids a runner may forget what it cached."""
 
     sequences: tuple[ScheduledSequence, ...]
     num_tokens: int

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 
 class RequestId(NamedTuple):
-    """Names one request of a job: the row's index and which of the row's `n` samples it is."""
+    """Names one request of a job: the index of its row and which of the row's `n` samples it is."""
 
-    index: int
+    row: int
     sample: int = 0
 
 
-class FinishReason(str, Enum):
+class FinishReason(str, Enum):  # noqa: UP042 (StrEnum is newer than Python 3.10)
     STOP = "stop"
     LENGTH = "length"
     ERROR = "error"
@@ -42,8 +42,8 @@ class SamplingParams:
     """What one row asks of the sampler and the stop rules, fully resolved: every default filled in, words turned into ids.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is the row's own or derived from the run seed.
-    `logprobs` and `prompt_logprobs` are None when not asked for, else how many alternatives to report (0: the token's own only).
-    `response_format` is canonical JSON. `eos_token_ids` is the union of the model's sources.
+    `logprobs` and `prompt_logprobs` are None when not asked for, else how many alternatives to report (0: the token's own
+    only). `response_format` is canonical JSON. `eos_token_ids` is the union of the model's sources.
     """
 
     max_tokens: int = 256
@@ -67,16 +67,13 @@ class SamplingParams:
     response_format: str | None = None
     stop_on_repetition: bool = False
 
-    @property
-    def needs_history(self) -> bool:
-        """Whether a logits processor reads the request's own tokens, so that its plan has to carry them."""
-        return (
-            self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-            or self.repetition_penalty != 1.0
-            or bool(self.bad_words)
-            or self.response_format is not None
-        )
+    needs_history: bool = field(init=False, repr=False, compare=False)
+    """Whether a logits processor reads the request's own tokens, so that its plan has to carry them."""
+
+    def __post_init__(self) -> None:
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1.0)
+        needs_history = any(penalties) or bool(self.bad_words) or self.response_format is not None
+        object.__setattr__(self, "needs_history", needs_history)
 
 
 GREEDY = SamplingParams()
@@ -100,6 +97,8 @@ class Request:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
+    num_lost_tokens: int = 0
+    """Tokens that the last preemption gave back and no later admission has accounted for."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
@@ -109,7 +108,7 @@ class Request:
     ) -> Request:
         """A new request; `prompt_ids` is copied. Raises ValueError for an empty prompt."""
         if not prompt_ids:
-            raise ValueError(f"row {request_id.index}: the prompt has no tokens")
+            raise ValueError(f"row {request_id.row}: the prompt has no tokens")
         return cls(request_id, list(prompt_ids), len(prompt_ids), sampling, adapter)
 
     @property

@@ -1,0 +1,293 @@
+"""StallFreeScheduler: running decodes first, then the part-done prefill, then new requests, under one token budget.
+
+The method is Sarathi-Serve's stall-free batching (Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with
+Sarathi-Serve", OSDI 2024) in the phase-free form of vLLM V1: a step hands out at most `token_budget` tokens, and a request is a
+list of tokens of which some are computed. `running` is in order of admission and only its last member can have an unfinished
+prefill, so that "decodes, then the part-done prefill" is a walk in that order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from contbatch_cli.core.batch import BatchResult, Logits, ScheduledBatch, ScheduledSequence, SequenceResult
+from contbatch_cli.core.forecast import Demand, OutputLengths, peak_tokens
+from contbatch_cli.core.kv_cache_manager import KVCacheManager, PrefixHit
+from contbatch_cli.core.request import Finish, FinishReason, Request, RequestId
+
+StopRule = Callable[[Request], Finish | None]
+
+
+class Step:
+    """The plan of one iteration while it is being made."""
+
+    __slots__ = ("admitted", "budget_left", "preempted", "sequences")
+
+    def __init__(self, token_budget: int) -> None:
+        self.budget_left = token_budget
+        self.sequences: list[ScheduledSequence] = []
+        self.preempted: list[RequestId] = []
+        self.admitted: list[RequestId] = []
+
+    def add(self, sequence: ScheduledSequence) -> None:
+        self.sequences.append(sequence)
+        self.budget_left -= len(sequence.tokens)
+
+
+class StallFreeScheduler:
+    """Plans batches for the requests it was given, and moves them on with the results.
+
+    `token_budget` is the most tokens of one step. At most `seats` = min(max_batch_size, token_budget) requests run at once, so
+    that every running request gets a token in every step. `stop_rule` is asked after each new token.
+    """
+
+    def __init__(self, kv: KVCacheManager, token_budget: int, max_batch_size: int, stop_rule: StopRule) -> None:
+        if token_budget < 1 or max_batch_size < 1:
+            raise ValueError(f"a step needs room: token_budget {token_budget}, max_batch_size {max_batch_size}")
+        self.kv = kv
+        self.token_budget = token_budget
+        self.seats = min(max_batch_size, token_budget)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.lengths = OutputLengths()
+        self._stop_rule = stop_rule
+        self._requests: dict[RequestId, Request] = {}
+        self._released: list[RequestId] = []
+        self._promised_blocks = 0
+        self._is_full = False
+
+    # What can be asked
+
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def fits(self, request: Request) -> bool:
+        """Whether the request can ever run: alone, in an empty cache."""
+        return request.max_num_tokens <= self.kv.capacity
+
+    # What moves it on
+
+    def add_request(self, request: Request) -> None:
+        """Put a request at the end of the line. It must fit, and its id must be new among those not finished."""
+        assert self.fits(request), f"{request.request_id} needs {request.max_num_tokens} tokens of {self.kv.capacity}"
+        assert request.request_id not in self._requests, f"{request.request_id} is here already"
+        self._requests[request.request_id] = request
+        self.waiting.append(request)
+
+    def schedule_next_batch(self) -> ScheduledBatch:
+        """Plan one iteration. Never empty while there is work; to be followed by `update` or `abort`."""
+        step = Step(self.token_budget)
+        self._plan(step)
+        assert step.sequences or not self.has_work(), "no request can move on"
+        released, self._released = self._released, []
+        return ScheduledBatch(
+            tuple(step.sequences),
+            self.token_budget - step.budget_left,
+            tuple(step.preempted),
+            tuple(step.admitted),
+            tuple(released),
+        )
+
+    def update(self, batch: ScheduledBatch, result: BatchResult) -> list[Request]:
+        """Move the batch's requests on by its results; returns those that finished, their blocks given back."""
+        self.kv.commit()
+        finished = []
+        requests = self._requests
+        for sequence, outcome in zip(batch.sequences, result.results, strict=True):
+            request = requests[sequence.request_id]
+            request.num_computed_tokens = sequence.start + len(sequence.tokens)
+            request.finish = self._advance(request, sequence, outcome)
+            if request.finish is not None:
+                finished.append(request)
+        for request in finished:
+            self._retire(request)
+        if finished:
+            self.running = [request for request in self.running if request.finish is None]
+            self._is_full = False
+        return finished
+
+    def abort(self, batch: ScheduledBatch) -> None:
+        """The batch was not executed: forget what it would have written and put those it admitted back in line."""
+        self.kv.rollback()
+        for request_id in reversed(batch.admitted):
+            request = self.running.pop()
+            assert request.request_id == request_id, f"{request_id} was admitted last, {request.request_id} is last"
+            self._send_back(request)
+        for request in self.running:
+            self.kv.unseal(request.request_id, request.num_computed_tokens)
+        self._released = [*batch.released, *self._released]
+
+    # The plan
+
+    def _plan(self, step: Step) -> None:
+        self._continue_running(step)
+        if not step.preempted:
+            self._admit(step)
+
+    def _continue_running(self, step: Step) -> None:
+        """One run for each running request in order of admission; when the cache is full, the youngest make room."""
+        position = 0
+        while position < len(self.running):
+            request = self.running[position]
+            end = min(len(request.token_ids), request.num_computed_tokens + step.budget_left)
+            if not self._make_room(request, end, step):
+                return
+            step.add(self._sequence(request, end))
+            position += 1
+
+    def _make_room(self, request: Request, end: int, step: Step) -> bool:
+        """Grow the request's table to `end`, preempting from the tail; False when the request was itself the youngest left."""
+        while not self.kv.grow(request.request_id, end):
+            victim = self.running.pop()
+            self._preempt(victim, step)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request, step: Step) -> None:
+        """Give a running request's blocks back; it keeps its tokens and waits at the front."""
+        request.num_preemptions += 1
+        request.num_lost_tokens = max(request.num_lost_tokens, request.num_computed_tokens)
+        step.preempted.append(request.request_id)
+        self._send_back(request)
+
+    def _send_back(self, request: Request) -> None:
+        self.kv.release(request.request_id)
+        self._promised_blocks -= self.kv.blocks_for(request.max_num_tokens)
+        request.num_computed_tokens = 0
+        self.waiting.appendleft(request)
+        self._is_full = False
+
+    def _admit(self, step: Step) -> None:
+        """Start waiting requests in order while budget, seats and cache last; blocks for all known tokens are taken at once."""
+        while step.budget_left > 0 and self.waiting and len(self.running) < self.seats:
+            request = self.waiting[0]
+            hit = self._lookup(request)
+            if not self._has_room(request, hit):
+                return
+            self.waiting.popleft()
+            self._start(request, hit)
+            step.admitted.append(request.request_id)
+            end = min(len(request.token_ids), request.num_computed_tokens + step.budget_left)
+            step.add(self._sequence(request, end))
+
+    def _lookup(self, request: Request) -> PrefixHit:
+        """A row that reports its prompt's log-probabilities has to compute all of it, so it takes no hits."""
+        is_scored = request.sampling.prompt_logprobs is not None
+        return self.kv.lookup(() if is_scored else request.token_ids, request.adapter)
+
+    def _start(self, request: Request, hit: PrefixHit) -> None:
+        num_cached = self.kv.open(request.request_id, hit)
+        grown = self.kv.grow(request.request_id, len(request.token_ids))
+        assert grown, f"{request.request_id} was admitted without room"
+        request.num_computed_tokens = num_cached
+        request.num_cached_tokens = max(request.num_cached_tokens, min(num_cached, request.num_prompt_tokens))
+        request.num_recomputed_tokens += max(request.num_lost_tokens - num_cached, 0)
+        request.num_lost_tokens = 0
+        self._promised_blocks += self.kv.blocks_for(request.max_num_tokens)
+        self.running.append(request)
+
+    def _has_room(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether a waiting request may start: its known tokens fit now, and all that run will still fit when they have grown.
+
+        With nothing running it always may. Once the forecast said no, it is not asked again until something gives blocks back.
+        """
+        kv = self.kv
+        needed = kv.blocks_for(len(request.token_ids)) - len(hit.block_ids) + hit.num_free
+        if needed > kv.num_free:
+            return False
+        if not self.running or self._promised_blocks + kv.blocks_for(request.max_num_tokens) <= kv.num_blocks:
+            return True
+        if self._is_full:
+            return False
+        self._is_full = self._forecast_blocks(request, needed) > kv.num_blocks
+        return not self._is_full
+
+    def _forecast_blocks(self, request: Request, needed: int) -> int:
+        """Expected peak of used blocks if `request`, which takes `needed` free blocks now, joined the running ones."""
+        kv = self.kv
+        size = kv.block_size
+        demands = [Demand(self.lengths.remaining(request), needed * size)]
+        for other in self.running:
+            table = kv.tables[other.request_id]
+            own = (len(table.block_ids) - table.num_shared) * size
+            demands.append(Demand(self.lengths.remaining(other), own))
+        shared = max(kv.blocks_used + needed - sum(demand.own for demand in demands) // size, 0)
+        return shared + kv.blocks_for(peak_tokens(demands, size // 2))
+
+    def _sequence(self, request: Request, end: int) -> ScheduledSequence:
+        """The run of a request's tokens up to `end`; blocks that it fills become findable."""
+        token_ids = request.token_ids
+        request_id = request.request_id
+        sampling = request.sampling
+        start = request.num_computed_tokens
+        num_tokens = len(token_ids)
+        kv = self.kv
+        table = kv.tables[request_id]
+        if end // kv.block_size > table.num_sealed:
+            kv.seal(request_id, token_ids, end)
+        samples = end == num_tokens and sampling.max_tokens > 0
+        scores = sampling.prompt_logprobs is not None and start < request.num_prompt_tokens
+        return ScheduledSequence(
+            request_id,
+            tuple(token_ids[start:end]),
+            start,
+            table.block_ids,
+            request.num_prompt_tokens,
+            sampling,
+            samples,
+            Logits.ALL if scores else Logits.LAST if samples else Logits.NONE,
+            tuple(token_ids) if samples and sampling.needs_history else None,
+            request.adapter,
+            token_ids[end] if scores and end < request.num_prompt_tokens else None,
+        )
+
+    # The results
+
+    def _advance(self, request: Request, sequence: ScheduledSequence, outcome: SequenceResult) -> Finish | None:
+        """Take one run's outcome into the request; why the request ends with it, if it does."""
+        if outcome.error is not None:
+            self.kv.forget(request.request_id)
+            return Finish(FinishReason.ERROR, message=outcome.error)
+        if outcome.prompt_logprobs:
+            self._take_prompt_logprobs(request, sequence, outcome)
+        for position, token_id in enumerate(outcome.token_ids):
+            request.token_ids.append(token_id)
+            if outcome.logprobs:
+                request.logprobs.append(outcome.logprobs[position])
+            finish = self._stop_rule(request)
+            if finish is not None:
+                return finish
+        if request.sampling.max_tokens == 0 and request.num_computed_tokens == len(request.token_ids):
+            return Finish(FinishReason.LENGTH)
+        return None
+
+    @staticmethod
+    def _take_prompt_logprobs(request: Request, sequence: ScheduledSequence, outcome: SequenceResult) -> None:
+        """A run that is recomputed after a preemption reports again what is known; only the new end is kept."""
+        known = len(request.prompt_logprobs)
+        request.prompt_logprobs.extend(outcome.prompt_logprobs[max(known - sequence.start, 0) :])
+
+    def _retire(self, request: Request) -> None:
+        self.kv.release(request.request_id)
+        self._promised_blocks -= self.kv.blocks_for(request.max_num_tokens)
+        self._released.append(request.request_id)
+        del self._requests[request.request_id]
+        assert request.finish is not None
+        if request.num_output_tokens and request.finish.reason is not FinishReason.ERROR:
+            self.lengths.observe(request.num_output_tokens)
+
+    def check(self) -> None:
+        """Assert every invariant of the class, and the cache's; between steps. For tests."""
+        self.kv.check()
+        assert len(self.running) <= self.seats
+        for request in self.running:
+            assert 0 <= request.num_computed_tokens < request.num_tokens, f"{request.request_id} has nothing to compute"
+            assert request.request_id in self.kv.tables
+        for request in self.running[:-1]:
+            assert request.num_computed_tokens == request.num_tokens - 1, f"{request.request_id}: a prefill that is not last"
+        for request in self.waiting:
+            assert request.num_computed_tokens == 0 and request.request_id not in self.kv.tables
+        assert set(self.kv.tables) == {request.request_id for request in self.running}
+        assert self._promised_blocks == sum(self.kv.blocks_for(request.max_num_tokens) for request in self.running)

@@ -1,0 +1,104 @@
+"""The model as a runner: a plan in, sampled tokens out, by one flattened forward pass without padding.
+
+Shape legend: T tokens of the step, L logit rows, S sampled rows, V vocabulary.
+
+    plan -> flatten -> [1, T] ids and positions -> model -> logits [1, L, V] -> rows that sample [S, V] -> sampler -> results
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from contbatch_cli.core.batch import BatchResult, Logits, ScheduledBatch, ScheduledSequence, SequenceResult
+from contbatch_cli.core.gather import FlatBatch, flatten
+from contbatch_cli.core.request import TokenLogprob
+from contbatch_cli.model.attention import AttentionBackend, Step
+from contbatch_cli.model.kv_cache import KVCache
+
+
+class LogitsSampler(Protocol):
+    """Turns logits into results."""
+
+    def sample(self, logits: torch.Tensor, sequences: Sequence[ScheduledSequence]) -> Sequence[SequenceResult]:
+        """One result for each row of the float32 logits [S, V]; `sequences[i]` is row i's run."""
+        ...
+
+    def prompt_logprobs(self, logits: torch.Tensor, next_ids: Sequence[int], num_top: int) -> Sequence[TokenLogprob]:
+        """The log-probability of `next_ids[i]` under row i of the float32 logits [n, V], with the `num_top` most likely."""
+        ...
+
+
+class ModelRunner:
+    """Executes plans with a model whose attention is `backend`, registered under the name that the model was built with.
+
+    Holds nothing that a plan cannot rebuild. `num_forward_passes` and `num_forward_tokens` count what was run.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, cache: KVCache, backend: AttentionBackend, sampler: LogitsSampler, device: torch.device
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.backend = backend
+        self.sampler = sampler
+        self.device = device
+        self.num_forward_passes = 0
+        self.num_forward_tokens = 0
+
+    @torch.inference_mode()
+    def execute(self, batch: ScheduledBatch) -> BatchResult:
+        """Run the plan. Results stand in the plan's order; a run that does not sample has an empty one."""
+        flat = flatten(batch, self.cache.block_size)
+        logits = self._forward(flat)
+        results = [SequenceResult()] * flat.num_sequences
+        if flat.sampling:
+            sampled = self.sampler.sample(_rows(logits, flat), [batch.sequences[i] for i in flat.sampling])
+            for i, result in zip(flat.sampling, sampled, strict=True):
+                results[i] = result
+        if len(flat.logit_rows) > len(flat.sampling):
+            self._add_prompt_logprobs(batch.sequences, flat, logits, results)
+        return BatchResult(results)
+
+    def _forward(self, flat: FlatBatch) -> torch.Tensor:
+        """The logits [L, V] of the step's logit rows."""
+        inputs = torch.tensor([flat.input_ids, flat.position_ids], dtype=torch.int64).to(self.device)
+        output = self.model(
+            input_ids=inputs[0:1],
+            position_ids=inputs[1:2],
+            use_cache=False,
+            logits_to_keep=torch.tensor(flat.logit_rows, dtype=torch.int64, device=self.device),
+            contbatch_step=Step(self.cache, self.backend.prepare(flat, self.device)),
+        )
+        self.num_forward_passes += 1
+        self.num_forward_tokens += flat.num_tokens
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def _add_prompt_logprobs(
+        self, sequences: Sequence[ScheduledSequence], flat: FlatBatch, logits: torch.Tensor, results: list[SequenceResult]
+    ) -> None:
+        """Fill in the log-probabilities of the prompt tokens that follow a position of a run with all its logits."""
+        for i, sequence in enumerate(sequences):
+            next_ids = _next_prompt_ids(sequence)
+            if next_ids:
+                rows = logits[flat.logit_starts[i] :][: len(next_ids)].float()
+                logprobs = self.sampler.prompt_logprobs(rows, next_ids, sequence.sampling.prompt_logprobs or 0)
+                results[i] = results[i]._replace(prompt_logprobs=tuple(logprobs))
+
+
+def _rows(logits: torch.Tensor, flat: FlatBatch) -> torch.Tensor:
+    """The float32 rows [S, V] that sample."""
+    if len(flat.sample_rows) < len(flat.logit_rows):
+        logits = logits[torch.tensor(flat.sample_rows, dtype=torch.int64, device=logits.device)]
+    return logits.float()
+
+
+def _next_prompt_ids(sequence: ScheduledSequence) -> tuple[int, ...]:
+    """The prompt tokens whose log-probabilities the run gives, from its first position on."""
+    if sequence.logits is not Logits.ALL or sequence.sampling.prompt_logprobs is None:
+        return ()
+    following = sequence.tokens[1:] if sequence.next_token is None else (*sequence.tokens[1:], sequence.next_token)
+    return following[: max(0, sequence.num_prompt_tokens - 1 - sequence.start)]
