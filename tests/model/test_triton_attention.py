@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
@@ -183,3 +187,19 @@ def test_keys_are_split_only_where_programs_are_few():
     assert num_kv_splits(1, 8, 8192, 132) == 16
     assert num_kv_splits(1, 8, 600, 132) == 2
     assert num_kv_splits(1, 1, 10**6, 132) == 32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_kernels_compile_for_gpus_that_are_not_here(capability):
+    """The interpreter accepts more than the compiler: all the way to machine code, products on the tensor cores, 48 KiB at most."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("triton_compile.py")
+    environment["PYTHONPATH"] = str(script.parents[2])
+    command = [sys.executable, str(script), str(capability), "bf16"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
+    lines = [line.split() for line in run.stdout.splitlines()]
+    assert [line[0] for line in lines] == ["_write_kernel", "_attention_kernel", "_attention_kernel", "_combine_kernel"]
+    assert all(int(line[2]) <= 49152 for line in lines)
+    assert lines[1][3] == lines[2][3] == "True"

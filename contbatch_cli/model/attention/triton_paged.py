@@ -327,7 +327,9 @@ class _Heads:
         self.padded_size = max(16, triton.next_power_of_2(self.size))
         self.padded_value_size = max(16, triton.next_power_of_2(self.value_size))
         self.block_size = key_cache.shape[1]
-        self.keys = 64 if max(self.padded_size, self.padded_value_size) <= 128 else 32
+        # Keys to a tile: 16 KiB of keys, so that keys, values and the queries fit the shared memory of small cards too.
+        width = max(self.padded_size, self.padded_value_size) * query.element_size()
+        self.keys = min(64, max(16, 16384 // width))
 
 
 @dataclass(frozen=True)
