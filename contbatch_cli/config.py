@@ -1,58 +1,145 @@
-"""The config tree: frozen dataclasses with the built-in defaults."""
+"""The config tree: frozen dataclasses with the built-in defaults.
+
+Each key carries what it means and what it may be (`Rule`), from which checks, messages and the JSON Schema are made.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, TypeVar
+
+from contbatch_cli.units import memory_bytes
 
 Auto = Literal["auto"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a key means, and the limits that its type alone does not state. Bounds are inclusive, `above` is not."""
+
+    doc: str
+    minimum: int | float | None = None
+    maximum: int | float | None = None
+    above: int | float | None = None
+    pattern: str | None = None
+    """A regular expression that the whole of a string value has to match."""
+    expects: str | None = None
+    """Names the values in words where type and bounds would not: "must be EXPECTS"."""
+    check: Callable[[Any], object] | None = None
+    """Raises ValueError with a message for a value that passes everything else and is wrong."""
+
+
+def key(default: T, rule: Rule) -> T:
+    """A dataclass field with its built-in default and its rule."""
+    return field(default=default, metadata={"rule": rule})
+
+
+def _check_memory(memory: str | float | None) -> None:
+    if memory is not None:
+        memory_bytes(memory, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    name: str = "smollm2-135m-instruct"
-    revision: str | None = None
-    device: str = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    attention: str = "auto"
-    trust_remote_code: bool = False
+    name: str = key("smollm2-135m-instruct", Rule("A built-in name, a directory, a .gguf file, or a hub id.", pattern=r"\S.*"))
+    revision: str | None = key(None, Rule("Branch, tag or commit of a hub id; null is the hub's default."))
+    device: str = key(
+        "auto",
+        Rule(
+            "Where the model runs. auto takes CUDA where there is one.",
+            pattern=r"auto|cpu|cuda(:\d+)?",
+            expects="auto, cpu, cuda or cuda:N",
+        ),
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "auto", Rule("Type of weights and arithmetic. auto is float32 on a CPU without native bfloat16.")
+    )
+    attention: str = key("auto", Rule("Attention backend; auto takes the fastest that fits the device and the model."))
+    trust_remote_code: bool = key(False, Rule("Whether Python code that a model repository brings along may run."))
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    policy: Literal["stall_free", "prefill_first", "static"] = "stall_free"
-    token_budget: int | Auto = "auto"
-    max_batch_size: int | Auto = "auto"
-    job_order: Literal["auto", "input", "longest_first", "prefix"] = "auto"
-    window: int = 65536
+    policy: Literal["stall_free", "prefill_first", "static"] = key(
+        "stall_free", Rule("How iterations are made up. stall_free never lets a prompt hold up running decodes.")
+    )
+    token_budget: int | Auto = key(
+        "auto", Rule("The most tokens computed in one iteration, prefill and decode together.", minimum=1)
+    )
+    max_batch_size: int | Auto = key(
+        "auto", Rule("The most requests that run at once; a smaller token_budget lowers it.", minimum=1)
+    )
+    job_order: Literal["auto", "input", "longest_first", "prefix"] = key(
+        "auto", Rule("Order in which rows are started, inside the look-ahead window.")
+    )
+    window: int = key(65536, Rule("Rows looked ahead for the job order and for duplicate rows.", minimum=1))
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    block_size: int | Auto = "auto"
-    num_blocks: int | Auto = "auto"
-    memory: str | float | None = None
-    prefix_caching: bool = True
+    block_size: int | Auto = key(
+        "auto", Rule("Tokens in one block of the KV cache; auto is 16 unless a backend needs more.", minimum=1)
+    )
+    num_blocks: int | Auto = key(
+        "auto", Rule("Blocks in the KV cache; auto is what the job can use and the memory holds.", minimum=1)
+    )
+    memory: str | float | None = key(
+        None,
+        Rule(
+            'Memory of the KV cache, instead of num_blocks: a size such as "2GiB", or a fraction of what is free.',
+            expects='a size such as "2GiB", a fraction above 0 and up to 1 of the free memory, or null',
+            check=_check_memory,
+            above=0,
+            maximum=1,
+        ),
+    )
+    prefix_caching: bool = key(True, Rule("Whether rows that begin with the same tokens share the blocks that hold them."))
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    deterministic: bool = False
+    deterministic: bool = key(False, Rule("Whether a row's logits are bitwise the same whatever runs beside it; slower."))
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    max_tokens: int = 256
-    temperature: float = 0.0
-    seed: int = 0
-    from_model: bool = False
+    """Defaults for rows that do not say. All but `seed` and `from_model` are a row's own parameters, by the same names."""
+
+    max_tokens: int = key(
+        256, Rule("The most tokens generated for a row; clamped to the context that its prompt leaves.", minimum=0)
+    )
+    min_tokens: int = key(0, Rule("Tokens before which a row does not end by EOS, stop token or stop string.", minimum=0))
+    temperature: float = key(0.0, Rule("0 is greedy; otherwise the logits are divided by it.", minimum=0))
+    top_p: float = key(
+        1.0, Rule("Keeps the likeliest tokens that together have this probability; 1 is off.", above=0, maximum=1)
+    )
+    top_k: int = key(0, Rule("Keeps this many of the likeliest tokens; 0 is off.", minimum=0))
+    min_p: float = key(
+        0.0, Rule("Drops tokens less likely than this share of the likeliest one; 0 is off.", minimum=0, maximum=1)
+    )
+    presence_penalty: float = key(
+        0.0, Rule("Subtracted from the logit of each token already generated.", minimum=-2, maximum=2)
+    )
+    frequency_penalty: float = key(
+        0.0, Rule("Subtracted from a token's logit each time that it was generated.", minimum=-2, maximum=2)
+    )
+    repetition_penalty: float = key(
+        1.0, Rule("Divides positive and multiplies negative logits of tokens seen; 1 is off.", above=0)
+    )
+    stop: tuple[str, ...] = key((), Rule("Strings that end a row where they appear in its text; cut off.", pattern=r"(?s).+"))
+    ignore_eos: bool = key(False, Rule("Whether a row goes on after the model's end-of-sequence tokens."))
+    stop_on_repetition: bool = key(False, Rule("Whether a row ends once it only repeats itself."))
+    seed: int = key(0, Rule("The run seed, from which rows without a seed of their own get theirs.", minimum=0))
+    from_model: bool = key(False, Rule("Whether the model's own generation_config stands before the built-in defaults."))
 
 
 @dataclass(frozen=True, slots=True)
 class OutputConfig:
-    order: Literal["completion", "input"] = "completion"
-    token_ids: bool = False
-    metrics: bool = False
+    order: Literal["completion", "input"] = key("completion", Rule("Order of the records: as rows finish, or as in the input."))
+    token_ids: bool = key(False, Rule("Whether records carry the generated token ids."))
+    metrics: bool = key(False, Rule("Whether records carry the row's own times and counts."))
 
 
 @dataclass(frozen=True, slots=True)

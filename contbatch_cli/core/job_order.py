@@ -1,6 +1,6 @@
 """The order of a whole job: a file is known in advance, so rows need not run in the order they stand in.
 
-All of it happens inside one look-ahead window: the rows that were read and have not been started. Reading goes on as rows leave,
+All of it happens inside one look-ahead window, the rows that were read and have not been started; reading goes on as rows leave,
 so that a job of any length streams. Duplicate rows whose text is determined run once; the others follow the one that runs.
 """
 

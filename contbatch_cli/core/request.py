@@ -14,7 +14,7 @@ class RequestId(NamedTuple):
     sample: int = 0
 
 
-class FinishReason(str, Enum):  # noqa: UP042 (StrEnum is newer than Python 3.10)
+class FinishReason(str, Enum):
     STOP = "stop"
     LENGTH = "length"
     ERROR = "error"

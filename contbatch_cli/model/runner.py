@@ -15,7 +15,7 @@ import torch
 from contbatch_cli.core.batch import BatchResult, Logits, ScheduledBatch, ScheduledSequence, SequenceResult
 from contbatch_cli.core.gather import FlatBatch, flatten
 from contbatch_cli.core.request import TokenLogprob
-from contbatch_cli.model.attention import AttentionBackend, Step
+from contbatch_cli.model.attention import AttentionBackend, CachedStep, attending
 from contbatch_cli.model.kv_cache import KVCache
 
 
@@ -32,7 +32,7 @@ class LogitsSampler(Protocol):
 
 
 class ModelRunner:
-    """Executes plans with a model whose attention is `backend`, registered under the name that the model was built with.
+    """Executes plans with a model built with our attention name; `backend` does the attention over `cache`.
 
     Holds nothing that a plan cannot rebuild. `num_forward_passes` and `num_forward_tokens` count what was run.
     """
@@ -65,13 +65,9 @@ class ModelRunner:
     def _forward(self, flat: FlatBatch) -> torch.Tensor:
         """The logits [L, V] of the step's logit rows."""
         inputs = torch.tensor([flat.input_ids, flat.position_ids], dtype=torch.int64).to(self.device)
-        output = self.model(
-            input_ids=inputs[0:1],
-            position_ids=inputs[1:2],
-            use_cache=False,
-            logits_to_keep=torch.tensor(flat.logit_rows, dtype=torch.int64, device=self.device),
-            contbatch_step=Step(self.cache, self.backend.prepare(flat, self.device)),
-        )
+        rows = torch.tensor(flat.logit_rows, dtype=torch.int64, device=self.device)
+        with attending(CachedStep(self.cache, self.backend, self.backend.prepare(flat, self.device))):
+            output = self.model(input_ids=inputs[0:1], position_ids=inputs[1:2], use_cache=False, logits_to_keep=rows)
         self.num_forward_passes += 1
         self.num_forward_tokens += flat.num_tokens
         logits: torch.Tensor = output.logits[0]

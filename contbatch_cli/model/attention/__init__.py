@@ -2,14 +2,17 @@
 
 Shape legend: T tokens of the step, H query heads, K kv heads, D key head size, E value head size.
 
-A backend is chosen by name when a model is built (`attn_implementation=register(name)`). Each step, the runner lets the backend turn
-the flat batch into what its kernel wants (`prepare`) and passes that through the model call as the keyword argument
-`contbatch_step`; transformers hands it on to every attention layer, so nothing is global. No mask function is registered under our
-names: transformers then builds no mask at all, and masking is the backend's, from positions and the layer's variant.
+A model is built with `attn_implementation=ATTENTION_NAME`. Each step, the runner lets the backend turn the flat batch into what its
+kernel wants (`prepare`) and calls the model within `attending(step)`; every attention layer then finds the step in a context variable
+(keyword arguments of the model call would do for most classes, but StableLM's layers drop them). No mask function is registered under
+our name: transformers then builds no mask at all, and masking is the backend's, from positions and the layer's variant.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +21,7 @@ from transformers import AttentionInterface
 
 from contbatch_cli.core.gather import FlatBatch
 from contbatch_cli.errors import UsageError
-from contbatch_cli.model.kv_cache import KVCache, LayerCache, LayerShape
+from contbatch_cli.model.kv_cache import KVCache, LayerCache
 
 
 class AttentionVariant(NamedTuple):
@@ -58,15 +61,31 @@ class AttentionBackend(Protocol):
         ...
 
 
-class Step(NamedTuple):
-    """What travels through the model call: the cache and the backend's own plan of this step."""
+class Step(Protocol):
+    """What the attention layers of a model call meet: it does each layer's attention."""
+
+    def attend(
+        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, variant: AttentionVariant
+    ) -> torch.Tensor:
+        """query [T, H, D], key [T, K, D] and value [T, K, E] to output [T, H, E]."""
+        ...
+
+
+class CachedStep(NamedTuple):
+    """One iteration's step: the cache, and a backend with its own plan of the flat batch."""
 
     cache: KVCache
+    backend: AttentionBackend
     plan: Any
 
+    def attend(
+        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, variant: AttentionVariant
+    ) -> torch.Tensor:
+        return self.backend.attend(query, key, value, self.cache.layers[layer_index], self.plan, variant)
 
-_MODULES = {"reference": "contbatch_cli.model.attention.reference", "cpu": "contbatch_cli.model.attention.cpu"}
-_PREFIX = "contbatch_"
+
+_MODULES = {name: f"contbatch_cli.model.attention.{name}" for name in ("reference", "cpu", "cuda", "deterministic")}
+ATTENTION_NAME = "contbatch"
 
 
 def backend_named(name: str) -> AttentionBackend:
@@ -84,43 +103,39 @@ def resolve_backend(name: str, device: torch.device) -> tuple[str, str]:
     return "cpu", f"scaled_dot_product_attention by sequence, on {device.type}"
 
 
-def register(name: str) -> str:
-    """Make the backend callable by transformers; gives the name to pass as `attn_implementation`."""
-    full_name = _PREFIX + name
-    AttentionInterface.register(full_name, _bridge(backend_named(name)))
-    return full_name
+_current_step: ContextVar[Step] = ContextVar("contbatch_step")
 
 
-def _bridge(backend: AttentionBackend) -> Any:
-    def attention(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        contbatch_step: Step,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """transformers' signature: query [1, H, T, D], key [1, K, T, D], value [1, K, T, E] to output [1, T, H, E]."""
-        assert attention_mask is None, "a mask was built for an attention that takes none"
-        output = backend.attend(
-            query[0].transpose(0, 1),
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
-            contbatch_step.cache.layers[layer_index(module)],
-            contbatch_step.plan,
-            variant_of(query, kwargs),
-        )
-        return output.unsqueeze(0), None
-
-    return attention
+@contextmanager
+def attending(step: Step) -> Iterator[None]:
+    """Within it, the attention layers of our models use `step`."""
+    token = _current_step.set(step)
+    try:
+        yield
+    finally:
+        _current_step.reset(token)
 
 
-def layer_index(module: torch.nn.Module) -> int:
-    """Which layer an attention module is; transformers numbers them from 0."""
-    index = module.layer_idx
-    assert isinstance(index, int)
-    return index
+def _attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' signature: query [1, H, T, D], key [1, K, T, D], value [1, K, T, E] to output [1, T, H, E]."""
+    output = _current_step.get().attend(
+        module.layer_idx,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        variant_of(query, kwargs),
+    )
+    return output.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention)
 
 
 def variant_of(query: torch.Tensor, kwargs: dict[str, Any]) -> AttentionVariant:
@@ -133,8 +148,3 @@ def variant_of(query: torch.Tensor, kwargs: dict[str, Any]) -> AttentionVariant:
         softcap=kwargs.get("softcap") or None,
         sinks=kwargs.get("s_aux"),
     )
-
-
-def shape_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> LayerShape:
-    """The layer's shape, from transformers' [1, heads, T, size] tensors."""
-    return LayerShape(query.shape[1], key.shape[1], key.shape[3], value.shape[3])

@@ -46,13 +46,13 @@ def attend(
     layer.write(plan.slots, key, value)
     keys, values = layer.keys.flatten(0, 1), layer.values.flatten(0, 1)
     outputs = [
-        _attend_one(part, keys[slots], values[slots], variant)
+        attend_one(part, keys[slots], values[slots], variant)
         for part, slots in zip(query.split(plan.query_lens), plan.context_slots, strict=True)
     ]
     return torch.cat(outputs).to(query.dtype)
 
 
-def _attend_one(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
+def attend_one(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
     """query [t, H, D], the last t positions of a context of keys [L, K, D] and values [L, K, E], to [t, H, E], float32."""
     group = query.shape[1] // keys.shape[1]
     keys = keys.float().repeat_interleave(group, dim=1)

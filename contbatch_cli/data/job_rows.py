@@ -1,0 +1,154 @@
+"""The rows of a job on their way through it: read and prepared as they are needed, known by index until they are done."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from contbatch_cli.core.request import FinishReason, Request
+from contbatch_cli.data.prepare import PreparedRow
+from contbatch_cli.data.rows import Row, RowFault
+
+READ_AHEAD = 4096
+"""Rows of a pipe that are read before they are asked for."""
+
+ReadRow = Row | RowFault
+
+
+class RowReader:
+    """Rows one at a time. A live one reads in a thread, so that the engine does not wait for a slow pipe.
+
+    An exception of the iterator is raised by the call that comes to it.
+    """
+
+    def __init__(self, rows: Iterator[ReadRow], is_live: bool) -> None:
+        self.is_live = is_live
+        self.is_exhausted = False
+        self._rows = rows
+        self._queue: queue.Queue[ReadRow | BaseException | None] = queue.Queue(READ_AHEAD)
+        if is_live:
+            threading.Thread(target=self._read_all, name="row-reader", daemon=True).start()
+
+    def next_row(self, wait: bool) -> ReadRow | None:
+        """The next row; None at the end, or, without `wait`, when a pipe has none yet."""
+        row = self._take(wait) if self.is_live else next(self._rows, None)
+        self.is_exhausted = self.is_exhausted or (row is None and (wait or not self.is_live))
+        return row
+
+    def _take(self, wait: bool) -> ReadRow | None:
+        if self.is_exhausted:
+            return None
+        try:
+            item = self._queue.get(block=wait)
+        except queue.Empty:
+            return None
+        if isinstance(item, BaseException):
+            raise item
+        self.is_exhausted = item is None
+        return item
+
+    def _read_all(self) -> None:
+        try:
+            for row in self._rows:
+                self._queue.put(row)
+            self._queue.put(None)
+        except BaseException as error:
+            self._queue.put(error)
+
+
+class DoneRow(NamedTuple):
+    """A row all of whose samples have ended, in order of their numbers."""
+
+    row: Row
+    requests: tuple[Request, ...]
+
+    @property
+    def reason(self) -> FinishReason:
+        """The first sample's, or ERROR when any failed."""
+        reasons = [request.finish.reason for request in self.requests if request.finish is not None]
+        return FinishReason.ERROR if FinishReason.ERROR in reasons else reasons[0]
+
+
+class JobRows:
+    """The source of a job's requests, and the memory of the rows they came from.
+
+    `prepare` makes a row's requests or its fault; faults go to `on_fault` when they are met. `keep` says which rows still have to
+    be run (a resumed job has the others).
+    """
+
+    def __init__(
+        self,
+        reader: RowReader,
+        prepare: Callable[[Row], PreparedRow | RowFault],
+        on_fault: Callable[[RowFault], None],
+        keep: Callable[[ReadRow], bool] = lambda row: True,
+    ) -> None:
+        self._reader = reader
+        self._prepare = prepare
+        self._on_fault = on_fault
+        self._keep = keep
+        self._samples: deque[Request] = deque()
+        self._open: dict[int, DoneRow] = {}
+        self.num_rows = 0
+
+    @property
+    def is_live(self) -> bool:
+        return self._reader.is_live
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self._reader.is_exhausted and not self._samples
+
+    @property
+    def total_rows(self) -> int | None:
+        """How many rows the job has, once its inputs were read to the end."""
+        return self.num_rows if self._reader.is_exhausted else None
+
+    def row(self, index: int) -> Row:
+        """A row that is being run."""
+        return self._open[index].row
+
+    def next_request(self, wait: bool) -> Request | None:
+        """The next sample of the next good row."""
+        while not self._samples:
+            row = self._reader.next_row(wait)
+            if row is None:
+                return None
+            self._take(row)
+        return self._samples.popleft()
+
+    def _take(self, row: ReadRow) -> None:
+        self.num_rows += 1
+        if not self._keep(row):
+            return
+        prepared = self._prepare(row) if isinstance(row, Row) else row
+        if isinstance(prepared, RowFault):
+            self._on_fault(prepared)
+            return
+        self._open[row.index] = DoneRow(prepared.row, prepared.requests)
+        self._samples.extend(prepared.requests)
+
+    def finish(self, request: Request) -> DoneRow | None:
+        """Take a finished request back; its row when it was the last of it."""
+        row = self._open[request.request_id.row]
+        if any(sample.finish is None for sample in row.requests):
+            return None
+        return self._open.pop(request.request_id.row)
+
+    def unfinished(self) -> Iterator[Row]:
+        """The rows that were begun and have no record, then all that were not read yet. Ends the job."""
+        for row in sorted(self._open):
+            yield self._open[row].row
+        self._open.clear()
+        self._samples.clear()
+        while (unread := self._reader.next_row(wait=True)) is not None:
+            self.num_rows += 1
+            if not self._keep(unread):
+                continue
+            if isinstance(unread, Row):
+                yield unread
+            else:
+                self._on_fault(unread)
