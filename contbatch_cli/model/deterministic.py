@@ -15,13 +15,14 @@ not assumed but tried, on the whole model, before a run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from contbatch_cli.core.gather import FlatBatch
 from contbatch_cli.errors import UsageError
-from contbatch_cli.model.attention import Step
+from contbatch_cli.model.attention import CachedStep, attending, current_step
 from contbatch_cli.model.attention import deterministic as backend
 from contbatch_cli.model.kv_cache import KVCache, LayerShape
 
@@ -29,7 +30,6 @@ TILE_ROWS = 32
 """Rows of a tile: part of the arithmetic, so a constant. Fewer waste less in small batches, more are faster in large ones."""
 
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 class TiledOutput(NamedTuple):
@@ -45,21 +45,23 @@ class TiledModel(torch.nn.Module):
         self.rows = rows
 
     def forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: torch.Tensor, contbatch_step: Step, **kwargs: Any
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: torch.Tensor, **kwargs: Any
     ) -> TiledOutput:
-        """input_ids and position_ids [1, T], logits_to_keep [L] ascending: logits [1, L, V]."""
+        """input_ids and position_ids [1, T], logits_to_keep [L] ascending: logits [1, L, V]. Called within `attending`."""
         num_tokens = input_ids.shape[1]
+        step = current_step()
+        assert isinstance(step, CachedStep)
         parts: list[torch.Tensor] = []
         for first in range(0, num_tokens, self.rows):
             stop = min(first + self.rows, num_tokens)
             kept = logits_to_keep[(logits_to_keep >= first) & (logits_to_keep < stop)] - first
-            output = self.model(
-                input_ids=_padded(input_ids[:, first:stop], self.rows),
-                position_ids=_padded(position_ids[:, first:stop], self.rows),
-                logits_to_keep=_padded(kept.unsqueeze(0), self.rows)[0] if len(kept) else kept,
-                contbatch_step=Step(contbatch_step.cache, contbatch_step.plan.tile(first, stop)),
-                **kwargs,
-            )
+            with attending(step._replace(plan=step.plan.tile(first, stop))):
+                output = self.model(
+                    input_ids=_padded(input_ids[:, first:stop], self.rows),
+                    position_ids=_padded(position_ids[:, first:stop], self.rows),
+                    logits_to_keep=_padded(kept.unsqueeze(0), self.rows)[0] if len(kept) else kept,
+                    **kwargs,
+                )
             parts.append(output.logits[:, : len(kept)])
         return TiledOutput(torch.cat(parts, dim=1))
 
@@ -69,7 +71,9 @@ def _padded(ids: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.nn.functional.pad(ids, (0, rows - ids.shape[1]))
 
 
-def make_deterministic(model: torch.nn.Module, cache: KVCache, rows: int = TILE_ROWS) -> tuple[TiledModel, str]:
+def make_deterministic(
+    model: torch.nn.Module, layers: Sequence[LayerShape], dtype: torch.dtype, rows: int = TILE_ROWS
+) -> tuple[TiledModel, str]:
     """The model in tiles, and a line for the header. Lowers torch's number of threads where only fewer keep rows independent.
 
     Raises UsageError for a model that cannot be run so, or a machine on which a row's place in a tile shows in its logits.
@@ -79,7 +83,7 @@ def make_deterministic(model: torch.nn.Module, cache: KVCache, rows: int = TILE_
     wanted = torch.get_num_threads()
     for threads in thread_candidates(wanted):
         torch.set_num_threads(threads)
-        differing = num_differing_rows(tiled, cache)
+        differing = num_differing_rows(tiled, layers, dtype)
         if differing == 0:
             return tiled, f"tiles of {rows} rows, {threads} threads{'' if threads == wanted else f' instead of {wanted}'}"
     torch.set_num_threads(wanted)
@@ -101,18 +105,13 @@ def refuse_unsuitable(config: Any) -> None:
                 f"engine.deterministic: {config.model_type} routes tokens to {getattr(text, key)} experts, so the shape of "
                 "their products depends on the batch"
             )
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    kind = rope.get("rope_type") if isinstance(rope, dict) else None
-    if kind in _LENGTH_DEPENDENT_ROPE:
-        raise UsageError(f"engine.deterministic: rope_type {kind!r} depends on the longest row of the batch")
 
 
 @torch.inference_mode()
-def num_differing_rows(tiled: TiledModel, cache: KVCache) -> int:
-    """How many rows of a tile differ, in a tile of equal rows or with other rows beside them. `cache` gives shapes and type only."""
+def num_differing_rows(tiled: TiledModel, layers: Sequence[LayerShape], dtype: torch.dtype) -> int:
+    """How many rows of a tile differ, in a tile of equal rows or with other rows beside them."""
     rows = tiled.rows
-    layers = [LayerShape(0, layer.keys.shape[2], layer.keys.shape[3], layer.values.shape[3]) for layer in cache.layers]
-    scratch = KVCache(layers, rows, 1, cache.layers[0].keys.dtype, cache.layers[0].keys.device)
+    scratch = KVCache(layers, rows, 1, dtype, torch.device("cpu"))
     token = 1
     equal = _probe(tiled, scratch, [token] * rows)
     differing = int((equal != equal[0]).any(dim=-1).sum())
@@ -126,7 +125,7 @@ def num_differing_rows(tiled: TiledModel, cache: KVCache) -> int:
 def _probe(tiled: TiledModel, scratch: KVCache, token_ids: list[int]) -> torch.Tensor:
     """Logits [M, V] of M sequences of one token each."""
     rows = len(token_ids)
-    device = scratch.layers[0].keys.device
+    device = torch.device("cpu")
     flat = FlatBatch(
         input_ids=token_ids,
         position_ids=[0] * rows,
@@ -140,11 +139,12 @@ def _probe(tiled: TiledModel, scratch: KVCache, token_ids: list[int]) -> torch.T
         sample_rows=[],
         block_size=1,
     )
-    output = tiled(
-        input_ids=torch.tensor([token_ids], device=device),
-        position_ids=torch.zeros(1, rows, dtype=torch.int64, device=device),
-        use_cache=False,
-        logits_to_keep=torch.arange(rows, device=device),
-        contbatch_step=Step(scratch, backend.prepare(flat, device)),
-    )
-    return output.logits[0]
+    with attending(CachedStep(scratch, backend, backend.prepare(flat, device))):
+        output = tiled(
+            input_ids=torch.tensor([token_ids], device=device),
+            position_ids=torch.zeros(1, rows, dtype=torch.int64, device=device),
+            use_cache=False,
+            logits_to_keep=torch.arange(rows, device=device),
+        )
+    logits: torch.Tensor = output.logits[0]
+    return logits

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -100,10 +101,17 @@ def resolve_backend(name: str, device: torch.device) -> tuple[str, str]:
     if name != "auto":
         backend_named(name)
         return name, "as configured"
+    if device.type == "cuda" and find_spec("triton") is not None:
+        return "cuda", "Triton kernels, or varlen_attn where a probe finds it right and faster"
     return "cpu", f"scaled_dot_product_attention by sequence, on {device.type}"
 
 
 _current_step: ContextVar[Step] = ContextVar("contbatch_step")
+
+
+def current_step() -> Step:
+    """The step that the attention layers would use now: only within `attending`."""
+    return _current_step.get()
 
 
 @contextmanager
