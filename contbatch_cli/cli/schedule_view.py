@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -114,13 +115,14 @@ def print_summary(console: Console, result: Result) -> None:
 
 
 class Measure(NamedTuple):
-    """One line of a comparison: its name, its value (None when it has none), how it is written, and which way is better."""
+    """One measure of a comparison: its name, a short one for a column's title, its value (None when it has none), how it is
+    written, and which way is better: -1 less, 1 more, 0 neither."""
 
     name: str
+    short: str
     value: Callable[[MetricsSnapshot], float | None]
     write: Callable[[float], str]
     is_better: int
-    """-1: less is better, 1: more is better, 0: neither."""
 
 
 def _count(value: float) -> str:
@@ -132,37 +134,49 @@ def _share(value: float) -> str:
 
 
 MEASURES = (
-    Measure("makespan", lambda m: m.elapsed_s, duration, -1),
-    Measure("output tokens/s", lambda m: m.output_tokens_per_s, three_figures, 1),
-    Measure("TTFT p50", lambda m: m.ttft_p50_s, duration, -1),
-    Measure("TTFT p99", lambda m: m.ttft_p99_s, duration, -1),
-    Measure("ITL p50", lambda m: m.itl_p50_s, duration, -1),
-    Measure("ITL p99", lambda m: m.itl_p99_s, duration, -1),
-    Measure("ITL max", lambda m: m.itl_max_s, duration, -1),
-    Measure("iterations", lambda m: m.iterations, _count, -1),
-    Measure("budget use", lambda m: m.budget_use, _share, 0),
-    Measure("peak blocks", lambda m: m.peak_blocks, _count, 0),
-    Measure("preemptions", lambda m: m.preemptions, _count, -1),
-    Measure("tokens computed again", lambda m: m.recomputed_tokens, _count, -1),
-    Measure("prefix hits, tokens", lambda m: m.cached_tokens, _count, 1),
+    Measure("makespan", "makespan", lambda m: m.elapsed_s, duration, -1),
+    Measure("output tokens/s", "tokens/s", lambda m: m.output_tokens_per_s, three_figures, 1),
+    Measure("ITL p50", "ITL p50", lambda m: m.itl_p50_s, duration, -1),
+    Measure("ITL p99", "p99", lambda m: m.itl_p99_s, duration, -1),
+    Measure("ITL max", "max", lambda m: m.itl_max_s, duration, -1),
+    Measure("TTFT p50", "TTFT p50", lambda m: m.ttft_p50_s, duration, -1),
+    Measure("TTFT p99", "p99", lambda m: m.ttft_p99_s, duration, -1),
+    Measure("iterations", "iterations", lambda m: m.iterations, _count, -1),
+    Measure("budget use", "use", lambda m: m.budget_use, _share, 0),
+    Measure("peak blocks", "blocks", lambda m: m.peak_blocks, _count, 0),
+    Measure("preemptions", "preempted", lambda m: m.preemptions, _count, -1),
+    Measure("tokens computed again", "again", lambda m: m.recomputed_tokens, _count, -1),
+    Measure("prefix hits, tokens", "hits", lambda m: m.cached_tokens, _count, 1),
 )
 
 
-def comparison_table(results: Sequence[Result]) -> Table:
-    """One line a measure and one column a schedule, or the other way round for more schedules than columns; best marked `*`."""
-    cells = [_marked_cells(measure, results) for measure in MEASURES]
+def comparison_table(results: Sequence[Result], width: int = PIPED_WIDTH) -> Table:
+    """One line a measure and one column a schedule; more than four schedules stand below one another. The best is marked `*`.
+
+    Below one another, measures that are equal everywhere are left out, and the last ones where `width` cells do not hold all.
+    """
     titles = [result.schedule.title for result in results]
-    names = [measure.name for measure in MEASURES]
-    if len(results) > 4:
-        return _grid("", names, titles, list(zip(*cells, strict=True)))
-    return _grid("", titles, names, cells)
+    if len(results) <= 4:
+        return _grid(titles, [measure.name for measure in MEASURES], [_marked_cells(measure, results) for measure in MEASURES])
+    shown: list[tuple[str, list[Text]]] = []
+    left = width - max(map(cell_len, titles)) - 2
+    for measure in MEASURES:
+        cells = _marked_cells(measure, results)
+        if len({cell.plain for cell in cells}) == 1:
+            continue
+        left -= max(len(measure.short), *(cell.cell_len for cell in cells)) + 2
+        if left < 0:
+            break
+        shown.append((measure.short, cells))
+    columns = [cells for _, cells in shown]
+    return _grid([name for name, _ in shown], titles, [[cells[row] for cells in columns] for row in range(len(results))])
 
 
-def _grid(corner: str, columns: Sequence[str], rows: Sequence[str], cells: Sequence[Sequence[Text]]) -> Table:
+def _grid(columns: Sequence[str], rows: Sequence[str], cells: Sequence[Sequence[Text]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column(Text(corner), no_wrap=True)
+    table.add_column("", no_wrap=True)
     for column in columns:
-        table.add_column(Text(column), justify="right", overflow="fold")
+        table.add_column(Text(column), justify="right", no_wrap=True)
     for name, row in zip(rows, cells, strict=True):
         table.add_row(Text(name), *row)
     return table
@@ -180,7 +194,7 @@ def _marked_cells(measure: Measure, results: Sequence[Result]) -> list[Text]:
 def _cell(measure: Measure, value: float | None, is_best: bool) -> Text:
     if value is None:
         return Text("-")
-    return Text(measure.write(value) + (" *" if is_best else "  "), "bold green" if is_best else "")
+    return Text(measure.write(value) + ("*" if is_best else " "), "bold green" if is_best else "")
 
 
 def choose(results: Sequence[Result]) -> tuple[Result, str]:
@@ -202,7 +216,7 @@ def choose(results: Sequence[Result]) -> tuple[Result, str]:
 
 def print_comparison(console: Console, results: Sequence[Result]) -> None:
     """The table, the choice with its reason, and the choice as lines of a config."""
-    console.print(comparison_table(results))
+    console.print(comparison_table(results, console.width))
     best, reason = choose(results)
     console.print()
     console.print(Text(f"* best of its kind. Take {best.schedule.title}: {reason}."), soft_wrap=True)

@@ -89,8 +89,8 @@ class ChatTemplate:
     ) -> str:
         """The text of a conversation, to be encoded without special tokens.
 
-        `variables` (a row's `chat_template_kwargs`) are seen by the template beside ours. With `continue_final_message` the text
-        ends within the last message, for the model to go on, and there is no generation prompt. Raises RowError
+        `variables` (a row's `chat_template_kwargs`) are seen by the template beside ours. With `continue_final_message` the
+        text ends within the last message, for the model to go on, and there is no generation prompt. Raises RowError
         `no_chat_template` or `template_error`.
         """
         name = self._choose(tools)

@@ -11,7 +11,6 @@ from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
-from tokenizers.processors import TemplateProcessing
 
 from contbatch_cli.data.model_files import read_json
 from contbatch_cli.errors import UsageError
@@ -47,7 +46,11 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: Path) -> Tokenizer:
-        """Load `tokenizer.json` and the special tokens of `tokenizer_config.json`. Raises UsageError when it cannot."""
+        """Load `tokenizer.json` and the special tokens of `tokenizer_config.json`. Raises UsageError when it cannot.
+
+        What is put around a text is `tokenizer.json`'s rule; the config's `add_bos_token` does not count beside it, as in
+        transformers 5.
+        """
         file = path / "tokenizer.json"
         if not file.is_file():
             raise UsageError(f"model directory {path} has no tokenizer.json: only rows of token ids can be run with it")
@@ -60,7 +63,6 @@ class Tokenizer:
         special = _special_tokens(config, read_json(path / "special_tokens_map.json") or {})
         known = [token for token in special.values() if backend.token_to_id(token) is not None]
         backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in dict.fromkeys(known)])
-        _apply_begin_and_end(backend, config, special)
         return cls(backend, special)
 
     @property
@@ -164,16 +166,3 @@ def _special_tokens(config: dict[str, Any], fallback: dict[str, Any]) -> dict[st
         if isinstance(text, str):
             found[name] = text
     return found
-
-
-def _apply_begin_and_end(backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]) -> None:
-    """`add_bos_token` and `add_eos_token` of `tokenizer_config.json`, where given, decide over `tokenizer.json`'s own rule,
-    as in transformers."""
-    if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
-        return
-    begin = special.get("bos_token") if config.get("add_bos_token") else None
-    end = special.get("eos_token") if config.get("add_eos_token") else None
-    around = [token for token in dict.fromkeys((begin, end)) if token is not None]
-    template = [*([begin] if begin else []), "$A", *([end] if end else [])]
-    ids = [(token, backend.token_to_id(token)) for token in around]
-    backend.post_processor = TemplateProcessing(single=template, pair=[*template, "$B:1"], special_tokens=ids)

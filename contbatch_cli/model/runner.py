@@ -14,9 +14,9 @@ import torch
 
 from contbatch_cli.core.batch import BatchResult, Logits, ScheduledBatch, ScheduledSequence, SequenceResult
 from contbatch_cli.core.gather import FlatBatch, flatten
-from contbatch_cli.core.request import TokenLogprob
 from contbatch_cli.model.attention import AttentionBackend, CachedStep, attending
 from contbatch_cli.model.kv_cache import KVCache
+from contbatch_cli.model.sampler import prompt_logprobs
 
 
 class LogitsSampler(Protocol):
@@ -24,10 +24,6 @@ class LogitsSampler(Protocol):
 
     def sample(self, logits: torch.Tensor, sequences: Sequence[ScheduledSequence]) -> Sequence[SequenceResult]:
         """One result for each row of the float32 logits [S, V]; `sequences[i]` is row i's run."""
-        ...
-
-    def prompt_logprobs(self, logits: torch.Tensor, next_ids: Sequence[int], num_top: int) -> Sequence[TokenLogprob]:
-        """The log-probability of `next_ids[i]` under row i of the float32 logits [n, V], with the `num_top` most likely."""
         ...
 
 
@@ -81,8 +77,8 @@ class ModelRunner:
             next_ids = _next_prompt_ids(sequence)
             if next_ids:
                 rows = logits[flat.logit_starts[i] :][: len(next_ids)].float()
-                logprobs = self.sampler.prompt_logprobs(rows, next_ids, sequence.sampling.prompt_logprobs or 0)
-                results[i] = results[i]._replace(prompt_logprobs=tuple(logprobs))
+                logprobs = prompt_logprobs(rows, next_ids, sequence.sampling.prompt_logprobs or 0, sequence.start)
+                results[i] = results[i]._replace(prompt_logprobs=logprobs)
 
 
 def _rows(logits: torch.Tensor, flat: FlatBatch) -> torch.Tensor:

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from contbatch_cli.cli.schedule_view import (
-    Result,
     IterationTable,
+    Result,
     Schedule,
     choose,
     comparison_table,
@@ -83,7 +83,7 @@ def test_the_best_value_of_each_measure_is_marked() -> None:
     out = io.StringIO()
     open_console(out).print(comparison_table(results()))
     makespan = next(line for line in out.getvalue().splitlines() if line.startswith("makespan"))
-    assert re.findall(r"[\d.:]+ m?s( \*)?", makespan) == ["", " *", ""]
+    assert re.findall(r"[\d.:]+ m?s(\*?)", makespan) == ["", "*", ""]
     iterations = next(line for line in out.getvalue().splitlines() if line.startswith("iterations"))
     assert "*" not in iterations, "equal values have no best"
 

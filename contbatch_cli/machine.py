@@ -1,0 +1,42 @@
+"""What this machine has, without torch: memory that is free for us, and whether there is a CUDA device."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_memory_bytes() -> int:
+    """Main memory that a new allocation may take without swapping: what is available, within the limit of our control group."""
+    limits = [_available_bytes(), _cgroup_free_bytes(_CGROUP)]
+    return min(limit for limit in limits if limit is not None)
+
+
+def has_cuda() -> bool:
+    """Whether an NVIDIA driver is loaded. torch decides in a real run; a rehearsal goes by this."""
+    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
+
+
+def _available_bytes() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _cgroup_free_bytes(root: Path) -> int | None:
+    """What a version 2 control group leaves; file cache that it holds can be reclaimed. None without a limit."""
+    try:
+        limit = (root / "memory.max").read_text(encoding="ascii").strip()
+        if limit == "max":
+            return None
+        statistics = dict(line.split() for line in (root / "memory.stat").read_text(encoding="ascii").splitlines())
+        used = int((root / "memory.current").read_text(encoding="ascii")) - int(statistics.get("inactive_file", 0))
+        return max(int(limit) - used, 0)
+    except (OSError, ValueError):
+        return None
