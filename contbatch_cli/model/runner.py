@@ -16,6 +16,7 @@ from contbatch_cli.core.batch import BatchResult, Logits, ScheduledBatch, Schedu
 from contbatch_cli.core.gather import FlatBatch, flatten
 from contbatch_cli.model.attention import AttentionBackend, CachedStep, attending
 from contbatch_cli.model.kv_cache import KVCache
+from contbatch_cli.model.staging import to_device
 from contbatch_cli.model.sampler import prompt_logprobs
 
 
@@ -60,10 +61,9 @@ class ModelRunner:
 
     def _forward(self, flat: FlatBatch) -> torch.Tensor:
         """The logits [L, V] of the step's logit rows."""
-        inputs = torch.tensor([flat.input_ids, flat.position_ids], dtype=torch.int64).to(self.device)
-        rows = torch.tensor(flat.logit_rows, dtype=torch.int64, device=self.device)
+        ids, positions, rows = to_device([flat.input_ids, flat.position_ids, flat.logit_rows], torch.int64, self.device)
         with attending(CachedStep(self.cache, self.backend, self.backend.prepare(flat, self.device))):
-            output = self.model(input_ids=inputs[0:1], position_ids=inputs[1:2], use_cache=False, logits_to_keep=rows)
+            output = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
         self.num_forward_passes += 1
         self.num_forward_tokens += flat.num_tokens
         logits: torch.Tensor = output.logits[0]

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -85,7 +86,7 @@ class CachedStep(NamedTuple):
         return self.backend.attend(query, key, value, self.cache.layers[layer_index], self.plan, variant)
 
 
-_MODULES = {"reference": "contbatch_cli.model.attention.reference", "cpu": "contbatch_cli.model.attention.cpu"}
+_MODULES = {name: f"contbatch_cli.model.attention.{name}" for name in ("reference", "cpu", "cuda", "deterministic")}
 ATTENTION_NAME = "contbatch"
 
 
@@ -101,10 +102,17 @@ def resolve_backend(name: str, device: torch.device) -> tuple[str, str]:
     if name != "auto":
         backend_named(name)
         return name, "as configured"
+    if device.type == "cuda" and find_spec("triton") is not None:
+        return "cuda", "Triton kernels, or varlen_attn where a probe finds it right and faster"
     return "cpu", f"scaled_dot_product_attention by sequence, on {device.type}"
 
 
 _current_step: ContextVar[Step] = ContextVar("contbatch_step")
+
+
+def current_step() -> Step:
+    """The step that the attention layers would use now: only within `attending`."""
+    return _current_step.get()
 
 
 @contextmanager

@@ -1,0 +1,158 @@
+"""What memory there is, and what a step takes at its peak: measured once, so that the KV cache can have the rest.
+
+    free once the weights are loaded   | KV cache ..................... | peak of a full step | reserve |
+
+The arithmetic (`cache_bytes`) is apart from the asking.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from contbatch_cli.core.batch import Logits, ScheduledBatch, ScheduledSequence
+from contbatch_cli.core.request import RequestId, SamplingParams
+from contbatch_cli.errors import UsageError
+from contbatch_cli.model.splitting import Executes
+
+RESERVE = {"cpu": 0.1, "cuda": 0.03}
+"""The part of the free memory that is nobody's: fragments, libraries' workspaces, and on a CPU the rest of the machine."""
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUPS = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+)
+
+
+class CacheMemory(NamedTuple):
+    """Bytes that the KV cache may take, and the sum in words."""
+
+    num_bytes: int
+    reason: str
+
+
+def cache_bytes(free_bytes: int, peak_bytes: int, kind: str) -> CacheMemory:
+    """What is left of `free_bytes` (weights loaded, no cache yet) after a step's peak and the reserve.
+
+    Raises UsageError when that is nothing.
+    """
+    reserve = int(free_bytes * RESERVE[kind])
+    left = free_bytes - peak_bytes - reserve
+    parts = f"{_gib(free_bytes)} free on {kind} - {_gib(peak_bytes)} for a full step - {_gib(reserve)} reserve"
+    if left <= 0:
+        raise UsageError(f"cache: no memory is left for the KV cache: {parts}; lower scheduler.token_budget")
+    return CacheMemory(left, f"{_gib(left)} = {parts}")
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that a new tensor could take: on CUDA what the driver and torch's own pool have free, else the machine's or cgroup's."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free_cpu_bytes(_read(_MEMINFO), [(_read(limit), _read(usage)) for limit, usage in _CGROUPS])
+
+
+def free_cpu_bytes(meminfo: str, cgroups: Sequence[tuple[str, str]]) -> int:
+    """The least of MemAvailable and each cgroup's limit less its usage; texts are "" where there is no such file."""
+    found = [int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable:")]
+    found += [int(limit) - int(usage) for limit, usage in cgroups if limit.strip().isdigit() and usage.strip().isdigit()]
+    if not found:
+        pages, page_bytes = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+        found = [pages * page_bytes]
+    return max(min(found), 0)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except OSError:
+        return ""
+
+
+def measure_peak(step: Callable[[], object], device: torch.device) -> int:
+    """The most bytes that `step` held at once beyond what was held before it.
+
+    On CUDA torch's allocator counts them. On a CPU it is the growth of the process's peak resident size, which Linux lets us reset;
+    elsewhere, growth below an earlier peak does not show.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    before = _reset_peak_resident()
+    step()
+    return max(_peak_resident() - before, 0)
+
+
+def step_peak(runner: Executes, batch: ScheduledBatch, device: torch.device) -> int:
+    """The peak of a step that `runner`'s cache holds, once the libraries have taken their workspaces."""
+    runner.execute(batch)
+    return measure_peak(lambda: runner.execute(batch), device)
+
+
+def _reset_peak_resident() -> int:
+    """The process's peak resident bytes from here on; reset to the present size where the system allows it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        pass
+    return _peak_resident()
+
+
+def _peak_resident() -> int:
+    for line in _read(Path("/proc/self/status")).splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def full_step(token_budget: int, seats: int, block_size: int) -> ScheduledBatch:
+    """The largest step that the scheduler may plan: `seats` sampled runs that share the budget, one of them as long as it can be.
+
+    Block tables are dense, so a cache of `num_step_blocks` blocks holds it.
+    """
+    seats = min(seats, token_budget)
+    lengths = [1] * (seats - 1) + [token_budget - seats + 1]
+    sampling = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=50)
+    sequences: list[ScheduledSequence] = []
+    first = 0
+    for row, length in enumerate(lengths):
+        count = -(-length // block_size)
+        table = tuple(range(first, first + count))
+        sequences.append(ScheduledSequence(RequestId(row), (0,) * length, 0, table, length, sampling, True, Logits.LAST))
+        first += count
+    return ScheduledBatch(tuple(sequences), token_budget)
+
+
+def num_step_blocks(batch: ScheduledBatch) -> int:
+    """The blocks that a `full_step` needs."""
+    return 1 + max(max(sequence.block_ids) for sequence in batch.sequences)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on a GPU or a CPU. (torch's CPU allocator raises a plain RuntimeError.)"""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error)
+
+
+def release_unused(device: torch.device) -> None:
+    """Give torch's cached blocks back to the driver, so that a smaller step is not refused over fragments."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,189 @@
+"""`engine.deterministic`: bitwise the same logits for a row under every setting, on tiny models and (slow) the default one."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import NamedTuple
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, MistralConfig, MixtralConfig
+
+from contbatch_cli.core.batch import Logits, ScheduledBatch, ScheduledSequence, SequenceResult
+from contbatch_cli.core.kv_cache_manager import KVCacheManager
+from contbatch_cli.core.request import GREEDY, Request, RequestId, SamplingParams
+from contbatch_cli.core.scheduler import StallFreeScheduler
+from contbatch_cli.core.stop import standard_stop_rule
+from contbatch_cli.errors import UsageError
+from contbatch_cli.model.attention import ATTENTION_NAME, cpu
+from contbatch_cli.model.attention import deterministic as backend
+from contbatch_cli.model.deterministic import TILE_ROWS, make_deterministic, num_differing_rows, thread_candidates
+from contbatch_cli.model.kv_cache import KVCache
+from contbatch_cli.model.probe import layers_of
+from contbatch_cli.model.runner import ModelRunner
+
+CPU = torch.device("cpu")
+SMALL = {"vocab_size": 97, "hidden_size": 36, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2}
+CONFIGS = {
+    "llama": LlamaConfig(**SMALL, intermediate_size=52),
+    "one_kv_head": LlamaConfig(**SMALL | {"num_key_value_heads": 1, "num_attention_heads": 1}, intermediate_size=50),
+    "gpt2": GPT2Config(vocab_size=97, n_embd=36, n_layer=2, n_head=3, n_positions=256),
+    "window": MistralConfig(**SMALL, intermediate_size=52, sliding_window=9, head_dim=16),
+    "softcap": Gemma2Config(**SMALL, intermediate_size=52, head_dim=16, query_pre_attn_scalar=16, sliding_window=8),
+}
+
+
+def tiny(name):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=ATTENTION_NAME, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    return model
+
+
+class Recorder:
+    """A sampler that takes the likeliest token and keeps a hash of each row's logits, by row and position."""
+
+    def __init__(self):
+        self.hashes = {}
+
+    def sample(self, logits, sequences):
+        results = []
+        for row, sequence in zip(logits, sequences, strict=True):
+            digest = hashlib.sha256(row.numpy().tobytes()).hexdigest()
+            place = (sequence.request_id.row, sequence.end)
+            assert self.hashes.setdefault(place, digest) == digest, f"row and position {place} differ when computed again"
+            results.append(SequenceResult((int(row.argmax()),)))
+        return results
+
+
+class Setting(NamedTuple):
+    budget: int
+    seats: int
+    block_size: int
+    spare: float
+    """Cache beyond the longest row's need, as a share of what all rows need: with little of it, rows are preempted."""
+    prefix_caching: bool
+
+    @classmethod
+    def drawn(cls, rng: random.Random) -> Setting:
+        return cls(
+            rng.choice([3, 33, 64, 300]), rng.choice([1, 3, 17, 40]), rng.choice([1, 5, 16]), rng.choice([0.05, 0.2, 1.0]), rng.random() < 0.6
+        )
+
+
+ALONE = Setting(1000, 1, 16, 1.0, False)
+
+
+def run_job(model, layers, prompts, num_new, setting, attention=backend, dtype=torch.float32):
+    """The project's own scheduler over the runner: a hash of each row's logits at each position, and the number of preemptions."""
+    requests = [
+        Request.from_prompt(RequestId(i), prompt, SamplingParams(max_tokens=num_new, ignore_eos=True)) for i, prompt in prompts
+    ]
+    needs = [-(-request.max_num_tokens // setting.block_size) for request in requests]
+    num_blocks = max(needs) + int(setting.spare * sum(needs))
+    kv = KVCacheManager(num_blocks, setting.block_size, setting.prefix_caching)
+    scheduler = StallFreeScheduler(kv, setting.budget, setting.seats, standard_stop_rule)
+    # No reserve for growth, so that a small cache does run full.
+    scheduler._forecast_blocks = lambda _request, _needed: 0
+    cache = KVCache(layers, num_blocks, setting.block_size, dtype, CPU)
+    cache.fill(float("nan"))
+    recorder = Recorder()
+    runner = ModelRunner(model, cache, attention, recorder, CPU)
+    for request in requests:
+        scheduler.add_request(request)
+    while scheduler.has_work():
+        batch = scheduler.schedule_next_batch()
+        scheduler.update(batch, runner.execute(batch))
+    return recorder.hashes, sum(request.num_preemptions for request in requests)
+
+
+def drawn_prompts(seed, count, vocab, longest=60):
+    """Rows 1, 2, 4, 5, ... begin with the same 24 tokens."""
+    rng = random.Random(seed)
+    prefix = [rng.randrange(vocab) for _ in range(24)]
+    prompts = [[rng.randrange(vocab) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+    return [(i, prefix + prompt if i % 3 else prompt) for i, prompt in enumerate(prompts)]
+
+
+def compare_settings(tiled, layers, prompts, num_new, settings):
+    """Each row alone against all rows together under each setting; how many preemptions there were in all."""
+    alone = {}
+    for prompt in prompts:
+        alone |= run_job(tiled, layers, [prompt], num_new, ALONE)[0]
+    assert len(alone) == num_new * len(prompts)
+    preemptions = 0
+    for setting in settings:
+        together, count = run_job(tiled, layers, prompts, num_new, setting)
+        assert together.keys() == alone.keys()
+        differing = [place for place in alone if together[place] != alone[place]]
+        assert not differing, f"{len(differing)} of {len(alone)} differ: {setting}"
+        preemptions += count
+    return preemptions
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_logits_are_bitwise_the_same(name):
+    model = tiny(name)
+    layers = [call.shape for call in layers_of(model, CPU)]
+    tiled, _ = make_deterministic(model, layers, torch.float32)
+    settings = [Setting.drawn(random.Random(seed)) for seed in range(6)]
+    assert compare_settings(tiled, layers, drawn_prompts(0, 12, 97), 6, settings) > 0
+
+
+def test_without_it_they_are_not():
+    """The same job on the plain model: were it equal too, the test above would show nothing."""
+    model = tiny("llama")
+    layers = [call.shape for call in layers_of(model, CPU)]
+    settings = (Setting(1000, 12, 16, 1.0, False), Setting(12, 12, 16, 1.0, False))
+    runs = [run_job(model, layers, drawn_prompts(0, 12, 97), 6, setting, attention=cpu)[0] for setting in settings]
+    assert runs[0] != runs[1]
+
+
+def test_the_tiles_compute_the_same_model():
+    """Within rounding, the logits of the plain model, prompt positions included."""
+    model = tiny("llama")
+    layers = [call.shape for call in layers_of(model, CPU)]
+    tiled, _ = make_deterministic(model, layers, torch.float32)
+    ids = [random.Random(0).randrange(97) for _ in range(75)]
+    collected = []
+    for network, attention in ((model, cpu), (tiled, backend)):
+        cache = KVCache(layers, 5, 16, torch.float32, CPU)
+        runner = ModelRunner(network, cache, attention, Recorder(), CPU)
+        sequence = ScheduledSequence(RequestId(0), tuple(ids), 0, (3, 1, 4, 0, 2), 75, GREEDY, True, Logits.ALL)
+        runner._add_prompt_logprobs = lambda _sequences, _flat, logits, _results: collected.append(logits)
+        runner.execute(ScheduledBatch((sequence,), 75))
+    torch.testing.assert_close(collected[1], collected[0], atol=1e-4, rtol=1e-4)
+    assert collected[0].shape == (75, 97)
+
+
+def test_the_probe_finds_a_model_whose_rows_depend_on_their_place():
+    model = tiny("llama")
+    layers = [call.shape for call in layers_of(model, CPU)]
+    tiled, _ = make_deterministic(model, layers, torch.float32)
+    assert num_differing_rows(tiled, layers, torch.float32) == 0
+    norm = model.model.norm
+    plain = norm.forward
+    norm.forward = lambda states: plain(states) * (1 + 1e-6 * torch.arange(TILE_ROWS).view(1, -1, 1))
+    assert num_differing_rows(tiled, layers, torch.float32) > 0
+    norm.forward = lambda states: plain(states) + 1e-6 * states.mean()
+    assert num_differing_rows(tiled, layers, torch.float32) > 0
+    threads = torch.get_num_threads()
+    with pytest.raises(UsageError, match="of 32 equal rows"):
+        make_deterministic(model, layers, torch.float32)
+    assert torch.get_num_threads() == threads
+
+
+def test_experts_are_refused():
+    config = MixtralConfig(**SMALL, intermediate_size=32, num_local_experts=4)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
+    with pytest.raises(UsageError, match="mixtral routes tokens to 4 experts"):
+        make_deterministic(model, [], torch.float32)
+
+
+def test_threads_fall_back_to_powers_of_two():
+    assert thread_candidates(1) == [1]
+    assert thread_candidates(2) == [2, 1]
+    assert thread_candidates(12) == [12, 8, 4, 2, 1]

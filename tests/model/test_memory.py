@@ -1,0 +1,66 @@
+"""Sizing of the KV cache from free memory and a step's peak."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from contbatch_cli.errors import UsageError
+from contbatch_cli.model.memory import (
+    cache_bytes,
+    free_bytes,
+    free_cpu_bytes,
+    full_step,
+    is_out_of_memory,
+    measure_peak,
+    num_step_blocks,
+    release_unused,
+)
+
+CPU = torch.device("cpu")
+GIB = 2**30
+
+
+def test_the_cache_takes_what_a_step_leaves():
+    memory = cache_bytes(100 * GIB, 7 * GIB, "cuda")
+    assert memory.num_bytes == 90 * GIB
+    assert memory.reason == "90.00 GiB = 100.00 GiB free on cuda - 7.00 GiB for a full step - 3.00 GiB reserve"
+    with pytest.raises(UsageError, match=r"2.00 GiB free on cpu - 1.90 GiB for a full step - 0.20 GiB reserve; lower scheduler.token_budget"):
+        cache_bytes(2 * GIB, int(1.9 * GIB), "cpu")
+
+
+def test_free_memory_is_the_least_of_machine_and_cgroup():
+    meminfo = "MemTotal:       16000000 kB\nMemFree:   1000 kB\nMemAvailable:    8000000 kB\n"
+    assert free_cpu_bytes(meminfo, [("", ""), ("", "")]) == 8_000_000 * 1024
+    assert free_cpu_bytes(meminfo, [("max\n", "12345\n"), ("", "")]) == 8_000_000 * 1024
+    assert free_cpu_bytes(meminfo, [("5000000\n", "2000000\n"), ("", "")]) == 3_000_000
+    assert free_cpu_bytes(meminfo, [("5000000\n", "6000000\n"), ("", "")]) == 0
+    assert free_cpu_bytes("", []) > 0
+    assert free_bytes(CPU) > 2**20
+
+
+def test_the_peak_of_a_step_is_seen_after_it_is_gone():
+    """64 MiB held for a moment, after an earlier and higher peak."""
+    torch.ones(40 * 2**20)
+    peak = measure_peak(lambda: torch.ones(16 * 2**20).sum(), CPU)
+    assert 60 * 2**20 < peak < 80 * 2**20
+    assert measure_peak(lambda: None, CPU) < 2**20
+
+
+@pytest.mark.parametrize(("budget", "seats", "block_size"), [(64, 8, 16), (7, 3, 1), (5, 5, 4), (4, 9, 16), (1, 1, 1), (300, 1, 16)])
+def test_a_full_step_is_full(budget, seats, block_size):
+    batch = full_step(budget, seats, block_size)
+    assert sum(len(sequence.tokens) for sequence in batch.sequences) == batch.num_tokens == budget
+    assert len(batch.sequences) == min(seats, budget) and all(sequence.samples for sequence in batch.sequences)
+    blocks = [block for sequence in batch.sequences for block in sequence.block_ids]
+    assert sorted(blocks) == list(range(num_step_blocks(batch)))
+    assert all(len(sequence.block_ids) * block_size >= sequence.end for sequence in batch.sequences)
+
+
+def test_out_of_memory_is_told_from_other_errors():
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(raised.value)
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")) and is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("size mismatch")) and not is_out_of_memory(ValueError("DefaultCPUAllocator: "))
+    release_unused(CPU)
