@@ -15,8 +15,10 @@ from typing import NamedTuple
 from contbatch_cli.core.request import Request
 
 HISTORY = 512
-QUANTILE = 0.5
+QUANTILE = 0.4
 UNKNOWN_GROWTH = 64
+OVERCOMMIT = 1.02
+"""How far over the cache a forecast may be. Chosen with `QUANTILE` on drawn jobs: never to preempt would leave seats empty."""
 
 
 class OutputLengths:
@@ -37,7 +39,7 @@ class OutputLengths:
     def remaining(self, request: Request) -> int:
         """Expected number of tokens still to come, at least 1, at most what `max_tokens` leaves.
 
-        Certain when nothing but `max_tokens` can end the row. Otherwise the median of the finished lengths above what the row
+        Certain when nothing but `max_tokens` can end the row. Otherwise a quantile of the finished lengths above what the row
         has already; where none is above, as many again as it has.
         """
         done = request.num_output_tokens
