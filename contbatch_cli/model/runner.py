@@ -14,6 +14,7 @@ import torch
 
 from contbatch_cli.core.batch import BatchResult, Logits, ScheduledBatch, ScheduledSequence, SequenceResult
 from contbatch_cli.core.gather import FlatBatch, flatten
+from contbatch_cli.errors import RowError
 from contbatch_cli.model.attention import AttentionBackend, CachedStep, attending
 from contbatch_cli.model.kv_cache import KVCache
 from contbatch_cli.model.staging import to_device
@@ -77,8 +78,11 @@ class ModelRunner:
             next_ids = _next_prompt_ids(sequence)
             if next_ids:
                 rows = logits[flat.logit_starts[i] :][: len(next_ids)].float()
-                logprobs = prompt_logprobs(rows, next_ids, sequence.sampling.prompt_logprobs or 0, sequence.start)
-                results[i] = results[i]._replace(prompt_logprobs=logprobs)
+                try:
+                    logprobs = prompt_logprobs(rows, next_ids, sequence.sampling.prompt_logprobs or 0, sequence.start)
+                    results[i] = results[i]._replace(prompt_logprobs=logprobs)
+                except RowError as error:
+                    results[i] = SequenceResult(error=f"{error.code}: {error.message}")
 
 
 def _rows(logits: torch.Tensor, flat: FlatBatch) -> torch.Tensor:
