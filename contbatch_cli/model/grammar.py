@@ -64,7 +64,7 @@ class GrammarMasks:
             ends = [self._never_sampled]
         num_tokens = max(vocab_size, backend.get_vocab_size())
         self._new_matcher = llguidance.LLMatcher
-        # Slices are sets of tokens that the library decides about at once; JSON's make masks five times cheaper, others no dearer.
+        # Slices are sets of tokens that the library decides about at once; JSON's make masks several times cheaper.
         slices = llguidance.LLTokenizer.json_slices()
         self._tokenizer = llguidance.LLTokenizer(backend.to_str(), n_vocab=num_tokens, eos_token=ends, slices=slices)
         self._executor = llguidance.LLExecutor(num_threads)
