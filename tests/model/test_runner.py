@@ -128,3 +128,14 @@ def test_a_row_that_reads_an_unwritten_slot_fails_alone():
     )
     assert result.results[0].error is not None and "non_finite_logits" in result.results[0].error
     assert result.results[1].token_ids == (int(eager_logprobs(PROMPT)[-1].argmax()),)
+
+
+def test_a_scored_prompt_with_an_unwritten_slot_fails_alone():
+    result = runner_of().execute(
+        batch_of(
+            sequence(0, PROMPT[7:9], 7, (0, 1, 2), Logits.ALL, False, SCORED, next_token=PROMPT[9]),
+            sequence(1, PROMPT[:2], 0, (4,), Logits.ALL, False, SCORED, next_token=PROMPT[2]),
+        )
+    )
+    assert result.results[0].error is not None and "non_finite_logits: prompt position 7" in result.results[0].error
+    assert [entry.token_id for entry in result.results[1].prompt_logprobs] == PROMPT[1:3]
