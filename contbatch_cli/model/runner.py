@@ -14,18 +14,27 @@ import torch
 
 from contbatch_cli.core.batch import BatchResult, Logits, ScheduledBatch, ScheduledSequence, SequenceResult
 from contbatch_cli.core.gather import FlatBatch, flatten
+from contbatch_cli.core.request import TokenLogprob
 from contbatch_cli.errors import RowError
 from contbatch_cli.model.attention import AttentionBackend, CachedStep, attending
 from contbatch_cli.model.kv_cache import KVCache
 from contbatch_cli.model.staging import to_device
-from contbatch_cli.model.sampler import prompt_logprobs
 
 
 class LogitsSampler(Protocol):
     """Turns logits into results."""
 
     def sample(self, logits: torch.Tensor, sequences: Sequence[ScheduledSequence]) -> Sequence[SequenceResult]:
-        """One result for each row of the float32 logits [S, V]; `sequences[i]` is row i's run."""
+        """One result for each row of the float32 logits [S, V], which may be changed; `sequences[i]` is row i's run."""
+        ...
+
+    def prompt_logprobs(
+        self, logits: torch.Tensor, next_ids: Sequence[int], num_top: int, start: int
+    ) -> tuple[TokenLogprob, ...]:
+        """The log-probability of `next_ids[i]` under row i of the logits [n, V], the row of position `start + i`.
+
+        Raises RowError for logits of which no distribution can be made.
+        """
         ...
 
 
@@ -77,12 +86,13 @@ class ModelRunner:
         for i, sequence in enumerate(sequences):
             next_ids = _next_prompt_ids(sequence)
             if next_ids:
-                rows = logits[flat.logit_starts[i] :][: len(next_ids)].float()
+                rows = logits[flat.logit_starts[i] :][: len(next_ids)]
                 try:
-                    logprobs = prompt_logprobs(rows, next_ids, sequence.sampling.prompt_logprobs or 0, sequence.start)
-                    results[i] = results[i]._replace(prompt_logprobs=logprobs)
+                    found = self.sampler.prompt_logprobs(rows, next_ids, sequence.sampling.prompt_logprobs or 0, sequence.start)
                 except RowError as error:
                     results[i] = SequenceResult(error=f"{error.code}: {error.message}")
+                else:
+                    results[i] = results[i]._replace(prompt_logprobs=found)
 
 
 def _rows(logits: torch.Tensor, flat: FlatBatch) -> torch.Tensor:

@@ -180,8 +180,19 @@ def test_rope_kinds(kind):
             **rope,
             **({"original_max_position_embeddings": length} if kind == "longrope" else {}),
         },
-    ) model = random_model(config) rng = random.Random(kind) rows = [(prompt, SamplingParams(max_tokens=min(params.max_tokens,
-    length - len(prompt)))) for prompt, params in draw_rows(rng, 8, 24, 12)] model.set_attn_implementation("eager") oracles =
-    [greedy_alone(model, prompt, params.max_tokens) for prompt, params in rows] model.set_attn_implementation(ATTENTION_NAME)
-    comparison = Comparison() for _ in range(3): ran = run_rows(model, shapes_of(model), rows, draw_setting(rng, length)) for
-    i, oracle in enumerate(oracles): comparison.add(f"row {i}", ran.outputs[i], oracle) comparison.check(kind)
+    )
+    model = random_model(config)
+    rng = random.Random(kind)
+    rows = [
+        (prompt, SamplingParams(max_tokens=min(params.max_tokens, length - len(prompt))))
+        for prompt, params in draw_rows(rng, 8, 24, 12)
+    ]
+    model.set_attn_implementation("eager")
+    oracles = [greedy_alone(model, prompt, params.max_tokens) for prompt, params in rows]
+    model.set_attn_implementation(ATTENTION_NAME)
+    comparison = Comparison()
+    for _ in range(3):
+        ran = run_rows(model, shapes_of(model), rows, draw_setting(rng, length))
+        for i, oracle in enumerate(oracles):
+            comparison.add(f"row {i}", ran.outputs[i], oracle)
+    comparison.check(kind)
