@@ -104,7 +104,12 @@ def _run_of(sequence: ScheduledSequence, name_of: NameOf) -> TraceRun:
 def header_line(config: Mapping[str, Any], device: Mapping[str, Any], rows: int | None, **more: Any) -> str:
     """The first line of a trace, with its newline. `config` holds resolved values; `rows` is None when a pipe does not tell."""
     header = {"version": TRACE_VERSION, "config": dict(config), "device": dict(device), "rows": rows, **more}
-    return _dumps({"header": header})
+    return format_header(header)
+
+
+def format_header(fields: Mapping[str, Any]) -> str:
+    """The first line from a header's fields, such as those that were read back."""
+    return _dumps({"header": dict(fields)})
 
 
 def iteration_line(report: IterationReport, name_of: NameOf = no_name) -> str:
