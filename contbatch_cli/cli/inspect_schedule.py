@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Literal
 
 import typer
 
@@ -42,12 +42,13 @@ from contbatch_cli.cli.schedule_view import (
 )
 from contbatch_cli.config_files import Effective
 from contbatch_cli.core.policies import POLICIES
-from contbatch_cli.data.readers import Format, InputOptions
+from contbatch_cli.data.readers import InputOptions
 from contbatch_cli.data.sources import STANDARD_INPUT, can_be_read_twice
 from contbatch_cli.errors import UsageError
 from contbatch_cli.simulate import OutputScript
 from contbatch_cli.trace import TraceIteration, format_header, format_iteration, read_trace
 
+Format = Literal["auto", "jsonl", "text", "csv", "parquet"]
 Draw = Callable[[Sequence[ScheduleChart]], None]
 
 
@@ -75,9 +76,7 @@ def inspect_schedule(
     iterations: Annotated[
         int | None, typer.Option("--iterations", metavar="N", min=0, help=f"Iterations in the table ({DEFAULT_ITERATIONS}).")
     ] = None,
-    input_format: Annotated[
-        str, typer.Option("--format", metavar="auto|jsonl|text|csv|parquet", help="Format of the input.")
-    ] = "auto",
+    format: Annotated[Format, typer.Option("--format", help="Format of the inputs; auto goes by the file's ending.")] = "auto",
     template: Annotated[
         str | None, typer.Option("--template", metavar="TEXT|@FILE", help="Jinja2 over each row's columns.")
     ] = None,
@@ -104,7 +103,7 @@ def inspect_schedule(
             is_comparison = False
         else:
             variants, is_comparison = _variants(policy, compare, sweep), bool(compare or sweep)
-            options = InputOptions(_format(input_format), template, raw, system, limit)
+            options = InputOptions(format, template, raw, system, limit)
             sources = stack.enter_context(rereadable(_sources(prompts)))
 
             def configure(more: Sequence[str]) -> Effective:
@@ -222,12 +221,6 @@ def _sources(prompts: Sequence[str] | None) -> tuple[str, ...]:
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError("no PROMPTS: give a file of rows, - for standard input, or --trace FILE")
     return (STANDARD_INPUT,)
-
-
-def _format(name: str) -> Any:
-    if name != "auto" and name not in get_args(Format):
-        raise UsageError(f"--format {name}: should be one of auto, {', '.join(get_args(Format))}")
-    return name
 
 
 @contextmanager

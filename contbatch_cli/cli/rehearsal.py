@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from contbatch_cli import machine
-from contbatch_cli.build import DTYPE_BYTES, Inputs, Job, TextModel, cpu_memory, device_kind, open_model, prepare_job
-from contbatch_cli.cli.run_header import trace_header
+from contbatch_cli.build import (
+    DTYPE_BYTES,
+    Inputs,
+    Job,
+    TextModel,
+    device_kind,
+    device_memory,
+    dtype_name,
+    open_model,
+    prepare_job,
+    resolved_config,
+)
 from contbatch_cli.cli.schedule_view import Schedule
 from contbatch_cli.config import Config
 from contbatch_cli.config_files import Effective
@@ -22,7 +31,7 @@ from contbatch_cli.data.rows import RowFault
 from contbatch_cli.engine import InferenceEngine
 from contbatch_cli.simulate import OutputScript, SimulatedClock, SimulatedRunner
 from contbatch_cli.sizing import DeviceMemory
-from contbatch_cli.trace import TraceIteration, iteration_of
+from contbatch_cli.trace import TraceIteration, header_fields, iteration_of
 
 ASSUMED_GPU_BYTES = 40 * 2**30
 
@@ -52,11 +61,11 @@ class Rehearsals:
         memory = rehearsal_memory(config, model.info)
         script = self.script()
         faults: list[RowFault] = []
-        job = prepare_job(effective, self.inputs, model, memory, faults.append, stop_rule=script.stop_rule)
+        job = prepare_job(effective, self.inputs, model, memory, script.stop_rule, faults.append)
         cost = cost_model(config, model.info, memory.kind)
         return Schedule(
             title=title or config.scheduler.policy,
-            header=json.loads(trace_header(job, {"kind": memory.kind, "rehearsal": cost.source}))["header"],
+            header=header_fields(resolved_config(job), asdict(memory), job.rows.num_rows if job.rows.is_read else None),
             iterations=_iterations(job, script, cost),
             clock=cost.source,
             notes=lambda: _notes(config, memory, script, faults),
@@ -74,7 +83,7 @@ def _iterations(job: Job, script: OutputScript, cost: CostModel) -> Iterator[Tra
     clock = SimulatedClock()
     engine = InferenceEngine(job.scheduler, SimulatedRunner(script, cost, clock.advance), job.queue, clock)
     for report in engine.run():
-        yield iteration_of(report, lambda index: job.rows.row(index).id)
+        yield iteration_of(report, job.rows.name_of)
         for request in (*report.finished, *report.duplicates):
             job.rows.finish(request)
 
@@ -98,12 +107,12 @@ def rehearsal_memory(config: Config, info: ModelInfo) -> DeviceMemory:
     """The memory that a real run would find. A GPU's cannot be asked without torch: a middling one is assumed."""
     if device_kind(config.model) == "cuda":
         return DeviceMemory("cuda", ASSUMED_GPU_BYTES)
-    return cpu_memory(config.model, info)
+    return device_memory(config.model, info)
 
 
 def calibration_path(config: Config, info: ModelInfo, kind: str) -> Path:
     """Where the measured cost model of this model, type and device is kept."""
-    return cache_dir() / "calibrations" / f"{info.fingerprint[:16]}-{kind}-{config.model.dtype}.json"
+    return cache_dir() / "calibrations" / f"{info.fingerprint[:16]}-{kind}-{dtype_name(config.model, kind, info)}.json"
 
 
 def cost_model(config: Config, info: ModelInfo, kind: str) -> CostModel:
@@ -112,9 +121,7 @@ def cost_model(config: Config, info: ModelInfo, kind: str) -> CostModel:
     if stored is not None:
         return CostModel.from_dict(stored)
     figures = device_figures(machine.gpu_name() if kind == "cuda" else "cpu", os.cpu_count() or 1)
-    dtype = config.model.dtype
-    width = DTYPE_BYTES.get(dtype) or (4 if kind == "cpu" else DTYPE_BYTES.get(info.weights_dtype, 2))
-    return roofline(ModelShape.from_config(_config_json(info)), figures, width)
+    return roofline(ModelShape.from_config(_config_json(info)), figures, DTYPE_BYTES[dtype_name(config.model, kind, info)])
 
 
 def _config_json(info: ModelInfo) -> dict[str, Any]:

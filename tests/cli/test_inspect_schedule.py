@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from contbatch_cli.build import Inputs, open_model, prepare_job
+from contbatch_cli.build import Inputs, open_model, prepare_job, resolved_config, stop_rules
 from contbatch_cli.cli.rehearsal import Rehearsals, rehearsal_memory
-from contbatch_cli.cli.run_header import trace_header
 from contbatch_cli.config_files import Effective, load_config
 from contbatch_cli.core.batch import BatchResult, ScheduledBatch, SequenceResult
 from contbatch_cli.core.request import Request
+from contbatch_cli.data.detokenizer import StopStringRule
 from contbatch_cli.data.readers import InputOptions
 from contbatch_cli.engine import InferenceEngine
 from contbatch_cli.simulate import OutputScript, SimulatedClock
-from contbatch_cli.trace import iteration_line, read_trace
+from contbatch_cli.trace import format_header, header_line, iteration_line, read_trace
 
 EOS = 2
 
@@ -66,10 +66,11 @@ def run(configured: Callable[..., Effective], inputs: Inputs) -> tuple[str, list
     """A run with the stand-in: its trace and its finished requests."""
     effective = configured()
     model = open_model(effective.config.model)
-    job = prepare_job(effective, inputs, model, rehearsal_memory(effective.config, model.info), lambda fault: None)
-    lines, done = [trace_header(job, {})], []
+    rules = stop_rules(StopStringRule(model.tokenizer))
+    job = prepare_job(effective, inputs, model, rehearsal_memory(effective.config, model.info), rules, lambda fault: None)
+    lines, done = [header_line(resolved_config(job), {}, job.rows.num_rows)], []
     for report in InferenceEngine(job.scheduler, HashRunner(), job.queue, SimulatedClock()).run():
-        lines.append(iteration_line(report, lambda index: job.rows.row(index).id))
+        lines.append(iteration_line(report, job.rows.name_of))
         for request in (*report.finished, *report.duplicates):
             job.rows.finish(request)
             done.append(request)
@@ -108,7 +109,8 @@ def test_a_rehearsal_fed_with_the_output_equals_the_run(tmp_path: Path, keys: di
     script = OutputScript.from_file(write_output(tmp_path / "out.jsonl", done))
     schedule = Rehearsals(configured, inputs, script.again).schedule("")
     lines = trace.splitlines()
-    assert schedule.header | {"device": {}} == json.loads(lines[0])["header"]
+    header = json.loads(format_header(schedule.header))["header"]
+    assert header | {"device": {}} == json.loads(lines[0])["header"]
     rehearsed = [iteration._replace(start_s=0, elapsed_s=0) for iteration in schedule.iterations]
     (tmp_path / "trace.jsonl").write_text(trace)
     measured = [iteration._replace(start_s=0, elapsed_s=0) for iteration in read_trace(tmp_path / "trace.jsonl")[1]]
@@ -165,7 +167,6 @@ def test_a_sweep_ends_in_lines_to_paste(tmp_path: Path) -> None:
         (("--sweep", "scheduler.token_budget=1,2", "--json"), "--json writes one schedule"),
         (("--plot", "x.gif"), ".svg, .png or .html"),
         (("--output-lengths", "long"), "--output-lengths long"),
-        (("--format", "xml"), "one of auto"),
         (("--trace", "x"), "leave PROMPTS out"),
     ],
 )
