@@ -150,15 +150,21 @@ def make_preparer(effective: Effective, model: TextModel, block_size: int, num_b
 
 def build_runner(job: Job) -> Runner:
     """The model with its weights on its device, its cache and its sampler. Imports torch."""
+    from contbatch_cli.model.deterministic import deterministic_model
     from contbatch_cli.model.kv_cache import KVCache
     from contbatch_cli.model.loading import load_model
+    from contbatch_cli.model.memory import is_out_of_memory, release_unused
     from contbatch_cli.model.runner import ModelRunner
     from contbatch_cli.model.sampler import Sampler
+    from contbatch_cli.model.splitting import SplittingRunner
 
     loaded = load_model(job.model.info.path, job.config.model)
+    if job.config.engine.deterministic:
+        loaded = deterministic_model(loaded)
     cache = KVCache(loaded.layers, job.sizes.num_blocks, job.sizes.block_size, loaded.dtype, loaded.device)
     sampler = Sampler(loaded.vocab_size, loaded.device)
-    return ModelRunner(loaded.model, cache, loaded.backend, sampler, loaded.device)
+    runner = ModelRunner(loaded.model, cache, loaded.backend, sampler, loaded.device)
+    return SplittingRunner(runner, is_out_of_memory, lambda: release_unused(loaded.device))
 
 
 def _kv_dtype_bytes(config: ModelConfig, kind: str, info: ModelInfo) -> int:

@@ -16,8 +16,8 @@ from contbatch_cli.core.batch import BatchResult, Logits, ScheduledBatch, Schedu
 from contbatch_cli.core.gather import FlatBatch, flatten
 from contbatch_cli.model.attention import AttentionBackend, CachedStep, attending
 from contbatch_cli.model.kv_cache import KVCache
-from contbatch_cli.model.staging import to_device
 from contbatch_cli.model.sampler import prompt_logprobs
+from contbatch_cli.model.staging import to_device
 
 
 class LogitsSampler(Protocol):

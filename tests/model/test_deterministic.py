@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import random
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, MistralConfig, MixtralConfig
 
+from contbatch_cli.config import ModelConfig
 from contbatch_cli.core.batch import Logits, ScheduledBatch, ScheduledSequence, SequenceResult
 from contbatch_cli.core.kv_cache_manager import KVCacheManager
 from contbatch_cli.core.request import GREEDY, Request, RequestId, SamplingParams
@@ -18,8 +20,15 @@ from contbatch_cli.core.stop import standard_stop_rule
 from contbatch_cli.errors import UsageError
 from contbatch_cli.model.attention import ATTENTION_NAME, cpu
 from contbatch_cli.model.attention import deterministic as backend
-from contbatch_cli.model.deterministic import TILE_ROWS, make_deterministic, num_differing_rows, thread_candidates
+from contbatch_cli.model.deterministic import (
+    TILE_ROWS,
+    deterministic_model,
+    make_deterministic,
+    num_differing_rows,
+    thread_candidates,
+)
 from contbatch_cli.model.kv_cache import KVCache
+from contbatch_cli.model.loading import load_model
 from contbatch_cli.model.probe import layers_of
 from contbatch_cli.model.runner import ModelRunner
 
@@ -69,9 +78,8 @@ class Setting(NamedTuple):
 
     @classmethod
     def drawn(cls, rng: random.Random) -> Setting:
-        return cls(
-            rng.choice([3, 33, 64, 300]), rng.choice([1, 3, 17, 40]), rng.choice([1, 5, 16]), rng.choice([0.05, 0.2, 1.0]), rng.random() < 0.6
-        )
+        budget, seats, block_size = rng.choice([3, 33, 64, 300]), rng.choice([1, 3, 17, 40]), rng.choice([1, 5, 16])
+        return cls(budget, seats, block_size, rng.choice([0.05, 0.2, 1.0]), rng.random() < 0.6)
 
 
 ALONE = Setting(1000, 1, 16, 1.0, False)
@@ -174,6 +182,16 @@ def test_the_probe_finds_a_model_whose_rows_depend_on_their_place():
     with pytest.raises(UsageError, match="of 32 equal rows"):
         make_deterministic(model, layers, torch.float32)
     assert torch.get_num_threads() == threads
+
+
+def test_a_loaded_model_becomes_deterministic(tmp_path):
+    tiny("llama").save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, ModelConfig(device="cpu", dtype="float32"))
+    changed = deterministic_model(loaded)
+    assert changed.backend is backend and changed.attention_choice == "deterministic"
+    assert changed.attention_choice.reason.startswith(f"tiles of {TILE_ROWS} rows, ")
+    with pytest.raises(UsageError, match="needs model.device: cpu; it has not been tried on cuda"):
+        deterministic_model(replace(loaded, device=torch.device("cuda")))
 
 
 def test_experts_are_refused():
