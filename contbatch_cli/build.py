@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,20 +18,24 @@ from contbatch_cli.core.request import Request
 from contbatch_cli.core.scheduler import StallFreeScheduler, StopRule
 from contbatch_cli.core.stop import first_of, repetition_rule, standard_stop_rule
 from contbatch_cli.data import model_store
-from contbatch_cli.data.chat_template import ChatTemplate
+from contbatch_cli.data.chat_template import ChatTemplate, split_reasoning
 from contbatch_cli.data.detokenizer import StopStringRule
-from contbatch_cli.data.job_rows import JobRows, ReadRow, RowReader
+from contbatch_cli.data.job_rows import JobRows, ReadRow, RowReader, Waiting
 from contbatch_cli.data.model_files import ModelInfo
 from contbatch_cli.data.prepare import ModelLimits, Preparer, SamplingDefaults
 from contbatch_cli.data.readers import InputOptions, read_rows
-from contbatch_cli.data.rows import RowFault
+from contbatch_cli.data.records import Completion
+from contbatch_cli.data.rows import ChatPrompt, Row, RowFault
 from contbatch_cli.data.sources import can_be_read_twice
+from contbatch_cli.data.template_rows import template_text
 from contbatch_cli.data.tokenizer import Tokenizer
 from contbatch_cli.sizing import DeviceMemory, JobDemand, Sizes, block_size_of, most_blocks, resolve_sizes
 
 if TYPE_CHECKING:
     from contbatch_cli.engine import Runner
 
+PROMPT_END_TOKENS = 16
+"""How much of a prompt is looked at for an opening that its template wrote."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -68,17 +73,36 @@ class Job:
     order: Choice
     sizes: Sizes
     scheduler: StallFreeScheduler
-    texts: StopStringRule
+    memory: DeviceMemory
+
+
+BuildRunner = Callable[[Job], "Runner"]
 
 
 def open_model(config: ModelConfig, chat_template: Path | None = None) -> TextModel:
     """Find a model, fetching or converting it when it is not there yet, and read all but its weights."""
     directory = model_store.resolve(config.name, config.revision)
-    return TextModel(
-        ModelInfo.from_directory(directory),
-        Tokenizer.from_directory(directory),
-        ChatTemplate.from_directory(directory, chat_template=chat_template),
-    )
+    tokenizer = Tokenizer.from_directory(directory)
+    template = ChatTemplate.from_directory(directory, tokenizer.special_tokens, chat_template)
+    return TextModel(ModelInfo.from_directory(directory), tokenizer, template)
+
+
+def text_settings(effective: Effective, inputs: Inputs, model: TextModel, kind: str) -> dict[str, object]:
+    """What shapes the text of a run: an output is resumed only with the same."""
+    config = effective.config
+    template = inputs.options.template
+    return {
+        "model.name": config.model.name,
+        "model.revision": config.model.revision,
+        "model.fingerprint": model.info.fingerprint,
+        "model.dtype": dtype_name(config.model, kind, model.info),
+        "engine.deterministic": config.engine.deterministic,
+        **{f"sampling.{name}": value for name, value in asdict(config.sampling).items()},
+        "--template": template_text(template) if template is not None else None,
+        "--raw": inputs.options.raw,
+        "--system": inputs.options.system,
+        "--chat-template": dict(model.template.sources) if inputs.chat_template else None,
+    }
 
 
 def device_kind(config: ModelConfig) -> str:
@@ -88,10 +112,32 @@ def device_kind(config: ModelConfig) -> str:
     return config.device.partition(":")[0]
 
 
-def cpu_memory(config: ModelConfig, info: ModelInfo) -> DeviceMemory:
-    """Main memory that is free once the weights are there."""
-    weights_bytes = info.num_parameters * DTYPE_BYTES.get(config.dtype, 4)
-    return DeviceMemory("cpu", max(machine.free_memory_bytes() - weights_bytes, 0))
+def device_memory(config: ModelConfig, info: ModelInfo) -> DeviceMemory:
+    """What will be free on the device once the weights are there. Imports torch for a CUDA device."""
+    kind = device_kind(config)
+    free_bytes = _cuda_free_bytes(config) if kind == "cuda" else machine.free_memory_bytes()
+    weights_bytes = info.num_parameters * DTYPE_BYTES[dtype_name(config, kind, info)]
+    return DeviceMemory(kind, max(free_bytes - weights_bytes, 0))
+
+
+def _cuda_free_bytes(config: ModelConfig) -> int:
+    import torch
+
+    return torch.cuda.mem_get_info(None if config.device == "auto" else torch.device(config.device))[0]
+
+
+def stop_rules(texts: StopStringRule) -> StopRule:
+    """Every rule that may end a row; a stop string wins over what its last token would mean otherwise."""
+    return first_of(texts, standard_stop_rule, repetition_rule)
+
+
+def dtype_name(config: ModelConfig, kind: str, info: ModelInfo) -> str:
+    """The type of weights and arithmetic: `model.dtype` with `auto` resolved."""
+    if config.dtype != "auto":
+        return config.dtype
+    if kind == "cpu":
+        return "float32"
+    return info.weights_dtype if info.weights_dtype in DTYPE_BYTES else "bfloat16"
 
 
 def prepare_job(
@@ -99,32 +145,45 @@ def prepare_job(
     inputs: Inputs,
     model: TextModel,
     memory: DeviceMemory,
+    stop_rule: StopRule,
     on_fault: Callable[[RowFault], None],
-    keep: Callable[[ReadRow], bool] = lambda row: True,
-    stop_rule: StopRule | None = None,
+    remaining: Callable[[Iterator[ReadRow]], Iterator[ReadRow]] = iter,
+    waiting: Waiting = nullcontext,
 ) -> Job:
     """Read the first window of rows, and resolve order and sizes by it. Faults met on the way go to `on_fault`.
 
-    `stop_rule` replaces the real one in a rehearsal. Raises UsageError for what makes the run impossible.
+    `remaining` leaves out the rows that a resumed output has; `waiting` is entered while a pipe is waited for. Raises
+    UsageError for what makes the run impossible.
     """
     config = effective.config
     block_size = int(block_size_of(config.cache).value)
-    block_bytes = block_size * model.info.kv_bytes_per_token(_kv_dtype_bytes(config.model, memory.kind, model.info))
+    block_bytes = block_size * model.info.kv_bytes_per_token(DTYPE_BYTES[dtype_name(config.model, memory.kind, model.info)])
     limit = most_blocks(config.cache, block_bytes, memory)
     preparer = make_preparer(effective, model, block_size, int(limit.value))
-    reader = RowReader(read_rows(inputs.sources, inputs.options), inputs.are_live)
-    rows = JobRows(reader, preparer.prepare, on_fault, keep)
+    reader = RowReader(remaining(read_rows(inputs.sources, inputs.options)), inputs.are_live, waiting)
+    rows = JobRows(reader, preparer.prepare, on_fault)
     queue = JobQueue(rows, config.scheduler.window)
     window = queue.look_ahead()
     sizes = _sizes(config, block_size, limit, memory, window, queue.is_exhausted, model.info)
     order = _order(config, window, sizes)
     queue.set_order(order.value)
-    texts = StopStringRule(model.tokenizer)
     kv = KVCacheManager(sizes.num_blocks, block_size, _shares_prefixes(config, model.info))
-    scheduler = POLICIES[config.scheduler.policy](
-        kv, sizes.token_budget, sizes.max_batch_size, stop_rule or first_of(texts, standard_stop_rule, repetition_rule)
-    )
-    return Job(config, model, rows, queue, order, sizes, scheduler, texts)
+    policy = POLICIES[config.scheduler.policy]
+    scheduler = policy(kv, sizes.token_budget, sizes.max_batch_size, stop_rule)
+    return Job(config, model, rows, queue, order, sizes, scheduler, memory)
+
+
+
+def complete(texts: StopStringRule, model: TextModel, request: Request, row: Row) -> Completion:
+    """The text of a finished request; a chat's reasoning split off where the model marks it."""
+    text = texts.text(request)
+    texts.forget(request.request_id)
+    markers = model.template.reasoning_markers
+    if markers is None or not isinstance(row.prompt, ChatPrompt):
+        return Completion(request, text)
+    prompt_end = model.tokenizer.decode(request.prompt_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
+    reasoning, content = split_reasoning(text, markers, prompt_end)
+    return Completion(request, content, reasoning)
 
 
 def make_preparer(effective: Effective, model: TextModel, block_size: int, num_blocks: int) -> Preparer:
@@ -167,10 +226,38 @@ def build_runner(job: Job) -> Runner:
     return SplittingRunner(runner, is_out_of_memory, lambda: release_unused(loaded.device))
 
 
-def _kv_dtype_bytes(config: ModelConfig, kind: str, info: ModelInfo) -> int:
-    if config.dtype != "auto":
-        return DTYPE_BYTES[config.dtype]
-    return 4 if kind == "cpu" else DTYPE_BYTES.get(info.weights_dtype, 2)
+def resolved_config(job: Job) -> dict[str, object]:
+    """The config with every `auto` replaced by what it became: what a trace's header holds and a rehearsal goes by."""
+    config = asdict(job.config)
+    config["model"]["dtype"] = dtype_name(job.config.model, job.memory.kind, job.model.info)
+    config["model"]["device"] = job.config.model.device if job.config.model.device != "auto" else job.memory.kind
+    config["scheduler"]["job_order"] = job.order.value
+    config["scheduler"]["token_budget"] = job.sizes.token_budget
+    config["scheduler"]["max_batch_size"] = job.sizes.max_batch_size
+    config["cache"]["block_size"] = job.sizes.block_size
+    config["cache"]["num_blocks"] = job.sizes.num_blocks
+    return config
+
+
+def header_lines(job: Job, runner: Runner) -> list[str]:
+    """What a run says before its first iteration: the resolved values, each with its reason."""
+    sizes, reasons = job.sizes, job.sizes.reasons
+    tokens = sizes.num_blocks * sizes.block_size
+    caching = "on" if job.scheduler.kv.prefix_caching else prefix_caching_off_reason(job.config, job.model.info)
+    return [
+        f"model     {job.config.model.name}, {getattr(runner, 'description', job.memory.kind)}",
+        f"schedule  {job.config.scheduler.policy}, budget {sizes.token_budget:,} ({reasons['scheduler.token_budget']}), "
+        f"batch {sizes.max_batch_size:,} ({reasons['scheduler.max_batch_size']}), order {job.order.value} ({job.order.reason})",
+        f"cache     {sizes.num_blocks:,} blocks of {sizes.block_size} = {tokens:,} tokens "
+        f"({reasons['cache.num_blocks']}), prefix cache {caching}",
+    ]
+
+
+def prefix_caching_off_reason(config: Config, info: ModelInfo) -> str:
+    if not config.cache.prefix_caching:
+        return "off (cache.prefix_caching)"
+    num_windowed = sum(window is not None for window in info.layer_windows)
+    return f"off ({num_windowed} of {info.num_layers} layers see a sliding window)"
 
 
 def _shares_prefixes(config: Config, info: ModelInfo) -> bool:

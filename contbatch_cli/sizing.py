@@ -19,7 +19,8 @@ CACHE_FRACTION = {"cpu": 0.5, "cuda": 0.9}
 """The part of the free memory that the cache may take: a CPU shares it with everything else, and activations need some."""
 
 
-class DeviceMemory(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
     """Where the cache goes: `kind` is "cpu" or "cuda", `free_bytes` what is left once the weights are there."""
 
     kind: str

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from contbatch_cli.core.request import FinishReason, Request
@@ -15,19 +16,25 @@ from contbatch_cli.data.rows import Row, RowFault
 READ_AHEAD = 4096
 """Rows of a pipe that are read before they are asked for."""
 
+NAMES_KEPT = 4096
+"""Names of ended rows that are remembered, for the table that shows the last iterations."""
+
 ReadRow = Row | RowFault
+RowId = str | int | None
+Waiting = Callable[[], AbstractContextManager[None]]
 
 
 class RowReader:
     """Rows one at a time. A live one reads in a thread, so that the engine does not wait for a slow pipe.
 
-    An exception of the iterator is raised by the call that comes to it.
+    An exception of the iterator is raised by the call that comes to it. `waiting` is entered for a wait that may be long.
     """
 
-    def __init__(self, rows: Iterator[ReadRow], is_live: bool) -> None:
+    def __init__(self, rows: Iterator[ReadRow], is_live: bool, waiting: Waiting = nullcontext) -> None:
         self.is_live = is_live
         self.is_exhausted = False
         self._rows = rows
+        self._waiting = waiting
         self._queue: queue.Queue[ReadRow | BaseException | None] = queue.Queue(READ_AHEAD)
         if is_live:
             threading.Thread(target=self._read_all, name="row-reader", daemon=True).start()
@@ -42,9 +49,12 @@ class RowReader:
         if self.is_exhausted:
             return None
         try:
-            item = self._queue.get(block=wait)
+            item = self._queue.get_nowait()
         except queue.Empty:
-            return None
+            if not wait:
+                return None
+            with self._waiting():
+                item = self._queue.get()
         if isinstance(item, BaseException):
             raise item
         self.is_exhausted = item is None
@@ -75,8 +85,7 @@ class DoneRow(NamedTuple):
 class JobRows:
     """The source of a job's requests, and the memory of the rows they came from.
 
-    `prepare` makes a row's requests or its fault; faults go to `on_fault` when they are met. `keep` says which rows still have to
-    be run (a resumed job has the others).
+    `prepare` makes a row's requests or its fault; faults go to `on_fault` when they are met.
     """
 
     def __init__(
@@ -84,15 +93,15 @@ class JobRows:
         reader: RowReader,
         prepare: Callable[[Row], PreparedRow | RowFault],
         on_fault: Callable[[RowFault], None],
-        keep: Callable[[ReadRow], bool] = lambda row: True,
     ) -> None:
         self._reader = reader
         self._prepare = prepare
         self._on_fault = on_fault
-        self._keep = keep
         self._samples: deque[Request] = deque()
         self._open: dict[int, DoneRow] = {}
+        self._names: OrderedDict[int, RowId] = OrderedDict()
         self.num_rows = 0
+        self.num_requests = 0
 
     @property
     def is_live(self) -> bool:
@@ -103,13 +112,13 @@ class JobRows:
         return self._reader.is_exhausted and not self._samples
 
     @property
-    def total_rows(self) -> int | None:
-        """How many rows the job has, once its inputs were read to the end."""
-        return self.num_rows if self._reader.is_exhausted else None
+    def is_read(self) -> bool:
+        """Whether the inputs were read to the end, so that `num_rows` and `num_requests` are the job's."""
+        return self._reader.is_exhausted
 
-    def row(self, index: int) -> Row:
-        """A row that is being run."""
-        return self._open[index].row
+    def name_of(self, index: int) -> RowId:
+        """The user's name for a row that runs, or has ended lately."""
+        return self._open[index].row.id if index in self._open else self._names.get(index)
 
     def next_request(self, wait: bool) -> Request | None:
         """The next sample of the next good row."""
@@ -122,12 +131,11 @@ class JobRows:
 
     def _take(self, row: ReadRow) -> None:
         self.num_rows += 1
-        if not self._keep(row):
-            return
         prepared = self._prepare(row) if isinstance(row, Row) else row
         if isinstance(prepared, RowFault):
             self._on_fault(prepared)
             return
+        self.num_requests += len(prepared.requests)
         self._open[row.index] = DoneRow(prepared.row, prepared.requests)
         self._samples.extend(prepared.requests)
 
@@ -136,6 +144,9 @@ class JobRows:
         row = self._open[request.request_id.row]
         if any(sample.finish is None for sample in row.requests):
             return None
+        self._names[row.row.index] = row.row.id
+        if len(self._names) > NAMES_KEPT:
+            self._names.popitem(last=False)
         return self._open.pop(request.request_id.row)
 
     def unfinished(self) -> Iterator[Row]:
@@ -146,8 +157,6 @@ class JobRows:
         self._samples.clear()
         while (unread := self._reader.next_row(wait=True)) is not None:
             self.num_rows += 1
-            if not self._keep(unread):
-                continue
             if isinstance(unread, Row):
                 yield unread
             else:

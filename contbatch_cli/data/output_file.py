@@ -43,14 +43,17 @@ class OutputFile:
     def replace_with(self, temporary: Path) -> None:
         """Renames a complete file over this one without ever letting go of the lock: the new file is locked first."""
         descriptor = os.open(temporary, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-        if not _locked(descriptor):
+        try:
+            if not _locked(descriptor):
+                raise EngineError(f"{temporary}: another process holds it")
+            os.fsync(descriptor)
+            os.rename(temporary, self.path)
+        except BaseException:
             os.close(descriptor)
-            raise EngineError(f"{temporary}: another process holds it")
-        os.fsync(descriptor)
-        os.rename(temporary, self.path)
-        sync_directory(self.path)
+            raise
         os.close(self.descriptor)
         self.descriptor = descriptor
+        sync_directory(self.path)
 
     def close(self) -> None:
         """Lets go of file and lock, and removes a file that was created for a run which never began (it has no meta file).

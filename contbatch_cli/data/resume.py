@@ -25,7 +25,7 @@ from contbatch_cli.data.output_file import OutputFile, pending_path, sync_direct
 from contbatch_cli.data.row_table import RowTable
 from contbatch_cli.data.rows import Row, RowFault
 from contbatch_cli.data.run_meta import refuse_other_settings, write_meta
-from contbatch_cli.errors import UsageError
+from contbatch_cli.errors import EngineError, UsageError
 
 Order = Literal["completion", "input"]
 _ROW_HASH = re.compile(r"[0-9a-f]{16}")
@@ -87,7 +87,8 @@ def resume_output(
     can be read only once: then `ResumePlan.remaining` finds them, and `rerun_changed` cannot be had. `is_whole_input` is false
     when `rows` ends early (`--limit`).
 
-    Raises UsageError, with nothing touched, that names the setting which differs or the row which changed.
+    Raises UsageError, with nothing touched, that names the setting which differs or the row which changed, and EngineError
+    when the repaired file cannot be written.
     """
     if rows is None and rerun_changed:
         raise UsageError("--rerun-changed needs an input that can be read twice: a regular file")
@@ -99,10 +100,14 @@ def resume_output(
         places = _scan(records, plan)
         if rows is not None:
             _compare(plan, places, rows, rerun_changed, is_whole_input)
-        if order == "input":
-            _rewrite_in_order(output, records, plan, places)
-        elif plan.num_failed or plan.num_broken or plan.num_changed or records.has_pending:
-            _rewrite(output, records, plan, places)
+        try:
+            if order == "input":
+                _rewrite_in_order(output, records, plan, places)
+            elif plan.num_failed or plan.num_broken or plan.num_changed or records.has_pending:
+                _rewrite(output, records, places)
+        except OSError as error:
+            _remove_temporaries(output.path)
+            raise EngineError(f"{output.path}: {error.strerror}; it is as it was, --resume goes on") from error
     write_meta(output.path, settings)
     return plan
 
@@ -223,7 +228,7 @@ def _give_up(plan: ResumePlan, places: RowTable, index: int) -> None:
     plan.num_changed += 1
 
 
-def _rewrite(output: OutputFile, records: _Records, plan: ResumePlan, places: RowTable) -> None:
+def _rewrite(output: OutputFile, records: _Records, places: RowTable) -> None:
     """All records to OUTPUT, in the order in which they stand; then the pending file has nothing of its own."""
     temporary = _temporary(output.path)
     with temporary.open("wb", buffering=_BUFFER_BYTES) as file:
@@ -260,3 +265,8 @@ def _rewrite_in_order(output: OutputFile, records: _Records, plan: ResumePlan, p
 
 def _temporary(path: Path) -> Path:
     return path.with_name(path.name + ".resume")
+
+
+def _remove_temporaries(path: Path) -> None:
+    for temporary in (_temporary(path), _temporary(pending_path(path))):
+        temporary.unlink(missing_ok=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from contbatch_cli.errors import UsageError
+from contbatch_cli.errors import EngineError, UsageError
 
 VERSION = 1
 
@@ -18,15 +18,22 @@ def meta_path(path: Path) -> Path:
 
 
 def write_meta(path: Path, settings: Mapping[str, Any]) -> None:
-    """Writes the settings that shape the text, and this process's id, in one step: there is never half a file."""
+    """Writes the settings that shape the text, and this process's id, in one step: there is never half a file.
+
+    Raises EngineError when the disk does not take it.
+    """
     target = meta_path(path)
     temporary = target.with_name(target.name + ".tmp")
     content = json.dumps({"version": VERSION, "pid": os.getpid(), "settings": dict(settings)}, indent=1, allow_nan=False)
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(content + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, target)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(content + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise EngineError(f"{target}: {error.strerror}") from error
 
 
 def read_meta(path: Path) -> dict[str, Any] | None:

@@ -99,10 +99,18 @@ class AppendFile:
         return EngineError(f"{self._name}: {error.strerror}; the records in it are whole, --resume goes on")
 
 
+class Appender(Protocol):
+    """Where whole records go."""
+
+    def append(self, record: bytes) -> None: ...
+
+    def sync(self) -> None: ...
+
+
 class CompletionOrderWriter:
     """Records in the order in which they come."""
 
-    def __init__(self, file: AppendFile) -> None:
+    def __init__(self, file: Appender) -> None:
         self._file = file
 
     def write(self, index: int, record: bytes) -> None:
@@ -122,7 +130,7 @@ class InputOrderWriter:
 
     def __init__(
         self,
-        file: AppendFile,
+        file: Appender,
         pending: AppendFile,
         first: int = 0,
         waiting: RowTable | None = None,
@@ -194,7 +202,11 @@ def standard_output_writer(descriptor: int, order: Order, clock: Clock) -> Recor
     """Records to a descriptor that this process does not own, usually a pipe or a terminal. Nothing of it can be resumed:
     under `--order input` the waiting records are in a nameless temporary file.
     """
-    file = AppendFile(descriptor, "standard output", clock)
+    return unowned_writer(AppendFile(descriptor, "standard output", clock), order, clock)
+
+
+def unowned_writer(file: Appender, order: Order, clock: Clock) -> RecordWriter:
+    """The same for records that something else appends: a view that stands on the same terminal."""
     if order == "completion":
         return CompletionOrderWriter(file)
     with tempfile.TemporaryFile(buffering=0) as nameless:

@@ -37,7 +37,8 @@ class Choice(str):
 
 @dataclass(frozen=True, slots=True)
 class ContextLimit:
-    """The most tokens of one row, prompt and output together, and where the number is from. `tokens` None: no limit is known."""
+    """The most tokens of one row, prompt and output together, and where the number is from. `tokens` None: no limit is
+    known."""
 
     tokens: int | None
     reason: str
@@ -70,8 +71,8 @@ class LoadedModel:
 def load_model(directory: Path, settings: ModelConfig) -> LoadedModel:
     """The model in `directory`, a Hugging Face directory with config.json and safetensors.
 
-    Raises UsageError, naming the model and the reason, for a directory that holds no model or one that cannot be run. transformers'
-    own warnings and progress bars are silenced for the process.
+    Raises UsageError, naming the model and the reason, for a directory that holds no model or one that cannot be run.
+    transformers' own warnings and progress bars are silenced for the process.
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -162,7 +163,7 @@ def _refuse_kinds(name: str, config: PretrainedConfig, values: dict[str, Any]) -
 
 def _class_of(config: PretrainedConfig) -> Any:
     """transformers' own causal language model of the config's kind, None if it has none."""
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else None
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
 
 def _refused(name: str, reason: str, advice: str) -> UsageError:
@@ -226,8 +227,8 @@ def eos_token_ids(directory: Path, config: PretrainedConfig) -> tuple[int, ...]:
 def context_limit(config: PretrainedConfig) -> ContextLimit:
     """How long a row may be.
 
-    RoPE kinds whose frequencies depend on the longest row of the batch (dynamic NTK, long-rope) are held to the length up to which
-    their frequencies are the plain ones, so that a row's text never depends on the rows beside it.
+    RoPE kinds whose frequencies depend on the longest row of the batch (dynamic NTK, long-rope) are held to the length up to
+    which their frequencies are the plain ones, so that a row's text never depends on the rows beside it.
     """
     longest = getattr(config, "max_position_embeddings", None)
     ropes = _rope_parameters(config)

@@ -1,10 +1,10 @@
 """Can a model class be run, and what does its attention look like? Asked of the class itself, not of a list.
 
-Two probes. `check_class`, before any weights are read, builds a tiny model of the class from a shrunken config and runs two short
-sequences side by side: our attention must be called exactly once by each layer, and the logits must equal those of transformers'
-own eager attention for each sequence alone. That is false for a class whose attention passes the interface by, that masks beyond
-causality and a window, or that takes positions from anywhere but `position_ids`. `layers_of` runs one token through the loaded
-model and reads each layer's shape and variant from the calls.
+Two probes. `check_class`, before any weights are read, builds a tiny model of the class from a shrunken config and runs two
+short sequences side by side: our attention must be called exactly once by each layer, and the logits must equal those of
+transformers' own eager attention for each sequence alone. That is false for a class whose attention passes the interface by,
+that masks beyond causality and a window, or that takes positions from anywhere but `position_ids`. `layers_of` runs one token
+through the loaded model and reads each layer's shape and variant from the calls.
 
 Shape legend: T tokens, H query heads, K kv heads, D and E head sizes.
 """

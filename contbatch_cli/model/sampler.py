@@ -48,6 +48,10 @@ LOGPROB_ROWS_AT_ONCE = 64
 class TokenMasks(Protocol):
     """What the sampler needs of a grammar: `model/grammar.py` has one."""
 
+    def prepare(self, rows: Sequence[ScheduledSequence]) -> None:
+        """Computes the masks of all rows of the batch. Called before the logits are waited for."""
+        ...
+
     def apply(self, logits: Tensor, rows: Sequence[ScheduledSequence]) -> dict[int, str]:
         """Sets what a row's grammar forbids to -inf in `logits` [R, V]; rows without a grammar stay. Returns errors by row."""
         ...
@@ -70,6 +74,8 @@ class Sampler:
         """
         if not sequences:
             return []
+        if self.masks is not None:
+            self.masks.prepare(sequences)
         best = logits.max(dim=-1)
         largest, token_ids = _to_lists(best.values, best.indices)
         errors = {
@@ -88,6 +94,25 @@ class Sampler:
             SequenceResult(error=errors[i]) if i in errors else SequenceResult((token,), logprobs.get(i, ()))
             for i, token in enumerate(token_ids)
         ]
+
+    def prompt_logprobs(
+        self, logits: Tensor, next_ids: Sequence[int], num_top: int, start: int = 0
+    ) -> tuple[TokenLogprob, ...]:
+        """The log-probabilities of the prompt tokens after positions `start` to `start + N`, from the logits there, [N, V].
+
+        The first token of a prompt follows nothing and has none (None in the record). Worked through in pieces of 64 positions.
+        Raises RowError `non_finite_logits`, which names the position, for logits of which no distribution can be made.
+        """
+        found: list[TokenLogprob] = []
+        for begin in range(0, len(next_ids), LOGPROB_ROWS_AT_ONCE):
+            piece = logits[begin : begin + LOGPROB_ROWS_AT_ONCE].float()
+            largest = piece.amax(-1).tolist()
+            for i, value in enumerate(largest):
+                if not math.isfinite(value):
+                    raise RowError("non_finite_logits", f"prompt position {start + begin + i}: the largest logit is {value}")
+            tokens = list(next_ids[begin : begin + LOGPROB_ROWS_AT_ONCE])
+            found += token_logprobs(piece, tokens, [num_top] * len(tokens))
+        return tuple(found)
 
     def _special_rows(self, sequences: Sequence[ScheduledSequence], errors: dict[int, str]) -> list[list[int]]:
         """The rows that need more than an argmax, in pieces to work through together; refused ones are added to `errors`."""
@@ -263,21 +288,3 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[i
 
 def _finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
-
-
-def prompt_logprobs(logits: Tensor, next_ids: Sequence[int], num_top: int, start: int = 0) -> tuple[TokenLogprob, ...]:
-    """The log-probabilities of the prompt tokens that follow positions `start` to `start + N`, from the logits there, [N, V].
-
-    The first token of a prompt follows nothing and has none (None in the record). Worked through in pieces of 64 positions.
-    Raises RowError `non_finite_logits`, which names the position, for logits of which no distribution can be made.
-    """
-    found: list[TokenLogprob] = []
-    for begin in range(0, len(next_ids), LOGPROB_ROWS_AT_ONCE):
-        piece = logits[begin : begin + LOGPROB_ROWS_AT_ONCE].float()
-        largest = piece.amax(-1).tolist()
-        for i, value in enumerate(largest):
-            if not math.isfinite(value):
-                raise RowError("non_finite_logits", f"prompt position {start + begin + i}: the largest logit is {value}")
-        tokens = list(next_ids[begin : begin + LOGPROB_ROWS_AT_ONCE])
-        found += token_logprobs(piece, tokens, [num_top] * len(tokens))
-    return tuple(found)

@@ -1,5 +1,7 @@
 """Resuming: after any cut, any kill, with changed rows and settings; in the end each row has one record."""
 
+import contextlib
+import errno
 import json
 import os
 import random
@@ -12,7 +14,7 @@ from contbatch_cli.data.resume import good_record, resume_output, start_output
 from contbatch_cli.data.row_table import RowTable
 from contbatch_cli.data.run_meta import meta_path, read_meta, write_meta
 from contbatch_cli.data.writer import output_writer
-from contbatch_cli.errors import UsageError
+from contbatch_cli.errors import EngineError, UsageError
 
 SETTINGS = {"model": "tiny", "sampling.temperature": 0.0}
 
@@ -58,7 +60,7 @@ def assert_whole(source, path, order="completion"):
 
 @pytest.mark.parametrize("order", ["completion", "input"])
 def test_after_a_cut_at_every_byte(tmp_path, order):
-    source, path = write_input(tmp_path / "in.jsonl", 4), tmp_path / "out"
+    source, path = write_input(tmp_path / "in.jsonl", 2), tmp_path / "out"
     run(source, path, "completion")
     whole = path.read_bytes()
     for cut in range(len(whole) + 1):
@@ -127,10 +129,8 @@ def test_a_kill_at_any_step_of_the_resume_loses_no_record(tmp_path, monkeypatch,
         assert kept.num_kept == 0
         with monkeypatch.context() as patch:
             count = kill_at(patch, call)
-            try:
+            with contextlib.suppress(Killed):
                 run(source, path, order, stop_after=0)
-            except Killed:
-                pass
             died = count[0] >= call
         plan = run(source, path, order)
         assert plan.num_kept == 7
@@ -138,6 +138,27 @@ def test_a_kill_at_any_step_of_the_resume_loses_no_record(tmp_path, monkeypatch,
         if not died:
             return
     pytest.fail("the resume never came to its end")
+
+
+@pytest.mark.parametrize("order", ["completion", "input"])
+def test_a_full_disk_during_the_resume_leaves_the_output_as_it_was(tmp_path, monkeypatch, order):
+    source, path = write_input(tmp_path / "in.jsonl"), tmp_path / "out"
+    run(source, path, stop_after=3)
+    with path.open("ab") as file:
+        file.write(b'{"torn')
+    before = path.read_bytes()
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(EngineError, match="No space left on device; it is as it was"):
+            run(source, path, order)
+    assert path.read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out", "out.meta.json"]
+    run(source, path, order)
+    assert_whole(source, path, order)
 
 
 def test_a_record_moved_by_a_dying_run_is_found_on_either_side(tmp_path):

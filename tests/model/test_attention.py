@@ -1,4 +1,5 @@
-"""Every backend agrees with the oracle, and the oracle with attention written out densely, on drawn batches and a NaN-filled pool."""
+"""Every backend agrees with the oracle, and the oracle with attention written out densely, on drawn batches and a NaN-filled
+pool."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def drawn_case(seed):
         softcap=rng.choice([None, None, 1.5]),
         sinks=rng.choice([None, None, torch.randn(shape.num_heads)]),
     )
-    runs = [(rng.choice([0, 0, rng.randint(0, 30)]), rng.choice([1, 1, 2, rng.randint(1, 20)])) for _ in range(rng.randint(1, 7))]
+    runs = [
+        (rng.choice([0, 0, rng.randint(0, 30)]), rng.choice([1, 1, 2, rng.randint(1, 20)])) for _ in range(rng.randint(1, 7))
+    ]
     return rng, shape, variant, runs
 
 
@@ -122,7 +125,9 @@ def test_a_row_does_not_depend_on_its_neighbours():
     cache = KVCache([shape], 50, 4, torch.float32, CPU)
     together = run_backend(cpu, cache, runs, tables_for(random.Random(0), runs, 4, 50), tensors, variant)
     for i, part in enumerate(together.split([n for _, n in runs])):
-        alone = run_backend(cpu, cache, runs[i : i + 1], tables_for(random.Random(9), runs[i : i + 1], 4, 50), tensors[i : i + 1], variant)
+        alone = run_backend(
+            cpu, cache, runs[i : i + 1], tables_for(random.Random(9), runs[i : i + 1], 4, 50), tensors[i : i + 1], variant
+        )
         assert torch.equal(part, alone)
 
 
@@ -136,7 +141,9 @@ def test_a_block_is_read_in_the_step_that_fills_it():
     for backend in (reference, cpu):
         cache.fill(float("nan"))
         output = backend.attend(query, key, value, cache.layers[0], backend.prepare(flatten(batch, 4), CPU), variant)
-        torch.testing.assert_close(output[4:].double(), dense(query[4:], key, value, variant), atol=2e-5, rtol=2e-5, check_dtype=False)
+        torch.testing.assert_close(
+            output[4:].double(), dense(query[4:], key, value, variant), atol=2e-5, rtol=2e-5, check_dtype=False
+        )
 
 
 def test_bytes_per_block_counts_each_layer():

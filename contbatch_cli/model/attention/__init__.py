@@ -2,10 +2,11 @@
 
 Shape legend: T tokens of the step, H query heads, K kv heads, D key head size, E value head size.
 
-A model is built with `attn_implementation=ATTENTION_NAME`. Each step, the runner lets the backend turn the flat batch into what its
-kernel wants (`prepare`) and calls the model within `attending(step)`; every attention layer then finds the step in a context variable
-(keyword arguments of the model call would do for most classes, but StableLM's layers drop them). No mask function is registered under
-our name: transformers then builds no mask at all, and masking is the backend's, from positions and the layer's variant.
+A model is built with `attn_implementation=ATTENTION_NAME`. Each step, the runner lets the backend turn the flat batch into
+what its kernel wants (`prepare`) and calls the model within `attending(step)`; every attention layer then finds the step in a
+context variable (keyword arguments of the model call would do for most classes, but StableLM's layers drop them). No mask
+function is registered under our name: transformers then builds no mask at all, and masking is the backend's, from positions
+and the layer's variant.
 """
 
 from __future__ import annotations

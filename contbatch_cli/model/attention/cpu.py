@@ -1,7 +1,7 @@
 """Attention by `scaled_dot_product_attention`, one sequence at a time, over the cache as it lies.
 
-Shape legend: T tokens of the step, t tokens of one sequence, L the keys it reads, H query heads, K kv heads, G = H / K query heads
-a kv head, D and E head sizes, N blocks, B block size.
+Shape legend: T tokens of the step, t tokens of one sequence, L the keys it reads, H query heads, K kv heads, G = H / K query
+heads a kv head, D and E head sizes, N blocks, B block size.
 
 What makes it fast:
 - a context whose blocks are consecutive is read in place, as a strided view; any other is gathered, block by block;
@@ -125,8 +125,7 @@ def _run(part: torch.Tensor, layer: LayerCache, span: Span, plan: CpuPlan, varia
     if start == 0 and variant.softcap is None and variant.sinks is None and (window is None or window >= span.num_queries):
         return _call(queries, keys, values, variant, None).permute(2, 0, 1, 3)
     tiles = [
-        _tile(queries, keys, values, (start, first, offset), plan, variant)
-        for offset in range(0, span.num_queries, QUERY_TILE)
+        _tile(queries, keys, values, (start, first, offset), plan, variant) for offset in range(0, span.num_queries, QUERY_TILE)
     ]
     return torch.cat(tiles, dim=2).permute(2, 0, 1, 3)
 
@@ -139,7 +138,8 @@ def _tile(
     plan: CpuPlan,
     variant: AttentionVariant,
 ) -> torch.Tensor:
-    """QUERY_TILE of a run's positions: queries [K, G, t, D], keys [K, 1, L, D]; place: run's start, first key, tile's offset."""
+    """QUERY_TILE of a run's positions: queries [K, G, t, D], keys [K, 1, L, D]; place: run's start, first key, tile's
+    offset."""
     start, first, offset = place
     tile = queries[:, :, offset : offset + QUERY_TILE]
     low = _first_key(start + offset, variant)

@@ -1,0 +1,214 @@
+"""A run of a batch job: the engine's iterations become records, a view, a trace, and at the end an exit status."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, TextIO
+
+from contbatch_cli import build
+from contbatch_cli.cli.live import STDERR, RunHeader, View, make_view
+from contbatch_cli.cli.output import Output, OutputOptions, claim_standard_output
+from contbatch_cli.cli.signals import Interrupted, Interrupts
+from contbatch_cli.cli.summary import RunSummary
+from contbatch_cli.config_files import Effective
+from contbatch_cli.core.request import Request, RequestId
+from contbatch_cli.data.detokenizer import StopStringRule
+from contbatch_cli.data.recorder import Recorder
+from contbatch_cli.data.records import RecordOptions
+from contbatch_cli.data.rows import RowFault
+from contbatch_cli.data.writer import ReaderGone
+from contbatch_cli.engine import InferenceEngine, IterationReport, Runner
+from contbatch_cli.errors import EngineError, ExitStatus, UsageError
+from contbatch_cli.metrics import Metrics, RequestMetrics
+from contbatch_cli.trace import header_line, iteration_line
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What the command line says of the run beyond config, input and output."""
+
+    on_error: Literal["record", "fail"] = "record"
+    max_time_s: float | None = None
+    verify: int = 0
+    trace: Path | None = None
+    live: bool | None = None
+    quiet: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """All that a command line asks for."""
+
+    effective: Effective
+    inputs: build.Inputs
+    output: OutputOptions
+    options: RunOptions
+
+
+def run(asked: RunRequest, build_runner: build.BuildRunner = build.build_runner) -> ExitStatus:
+    """The whole job; the status with which the process ends. Raises ContbatchError for what goes wrong as a whole."""
+    began_s = time.monotonic()
+    with ExitStack() as stack:
+        interrupts = stack.enter_context(Interrupts())
+        descriptor = claim_standard_output()
+        output = Output(asked.output, asked.inputs)
+        stack.callback(output.close)
+        try:
+            with interrupts.may_raise():
+                batch_run = BatchRun(asked, output, interrupts, descriptor)
+                stack.callback(batch_run.view.close)
+                batch_run.prepare()
+                runner = build_runner(batch_run.job)
+            return batch_run.execute(runner, began_s)
+        except Interrupted:
+            assert interrupts.status is not None
+            _say_how_to_go_on(asked)
+            return interrupts.status
+        except ReaderGone:
+            return ExitStatus.SIGPIPE
+
+
+def _say_how_to_go_on(asked: RunRequest) -> None:
+    name = asked.output.name
+    how = "use -o FILE to be able to go on" if name == "-" else f"the same command with --resume goes on with {name}"
+    if not asked.options.quiet and sys.stderr is not None:
+        print(f"contbatch: interrupted; rows without a record were not finished: {how}", file=sys.stderr)
+
+
+class BatchRun:
+    """One run of a job, from the opened model to the summary."""
+
+    job: build.Job
+
+    def __init__(self, asked: RunRequest, output: Output, interrupts: Interrupts, descriptor: int) -> None:
+        config = asked.effective.config
+        self._asked = asked
+        self._output = output
+        self._interrupts = interrupts
+        self._descriptor = descriptor
+        self._model = build.open_model(config.model, asked.inputs.chat_template)
+        self._texts = StopStringRule(self._model.tokenizer)
+        self._metrics = Metrics()
+        self._first_metrics: dict[int, RequestMetrics] = {}
+        self._is_executing = False
+        options = asked.options
+        fds = (descriptor, STDERR)
+        self.view: View = make_view(self._metrics, quiet=options.quiet, live=options.live, name_of=self._name_of, fds=fds)
+        self.recorder = Recorder(
+            RecordOptions(
+                self._model.tokenizer.token_bytes,
+                model=config.model.name,
+                created=int(time.time()),
+                several_inputs=len(asked.inputs.sources) > 1,
+                token_ids=config.output.token_ids,
+            ),
+            output.write,
+            lambda request, row: build.complete(self._texts, self._model, request, row),
+        )
+
+    def _name_of(self, index: int) -> str | int | None:
+        return self.job.rows.name_of(index)
+
+    def prepare(self) -> None:
+        """Repair or begin the output, and read the first window of rows."""
+        effective = self._asked.effective
+        memory = build.device_memory(effective.config.model, self._model.info)
+        settings = build.text_settings(effective, self._asked.inputs, self._model, memory.kind)
+        self._output.begin(settings, self.view.record, self._descriptor)
+        self.job = build.prepare_job(
+            effective,
+            self._asked.inputs,
+            self._model,
+            memory,
+            build.stop_rules(self._texts),
+            self._on_fault,
+            self._output.remaining,
+            self._interrupts.may_raise,
+        )
+
+    def _on_fault(self, fault: RowFault) -> None:
+        if self._asked.options.on_error == "fail":
+            message = f"--on-error fail: {fault.file}, {fault.message}"
+            raise EngineError(message) if self._is_executing else UsageError(message)
+        self.recorder.fault(fault)
+
+    def execute(self, runner: Runner, began_s: float) -> ExitStatus:
+        """All iterations, unless a signal or the time limit ends them; then the summary."""
+        self._is_executing = True
+        job = self.job
+        self.view.start(RunHeader(tuple(build.header_lines(job, runner)), job.rows.num_rows if job.rows.is_read else None))
+        engine = InferenceEngine(job.scheduler, runner, job.queue, time.monotonic)
+        with self._trace() as trace:
+            for report in engine.run():
+                self._take(report, trace)
+                if self._interrupts.status is not None:
+                    raise Interrupted
+                if self._is_over_time(began_s):
+                    self._cancel_rest()
+                    break
+        self.view.finish(self._summary())
+        recorder = self.recorder
+        return ExitStatus.ROW_ERRORS if recorder.num_bad or recorder.num_cancelled else ExitStatus.OK
+
+    def _take(self, report: IterationReport, trace: TextIO | None) -> None:
+        """Everything that follows from one iteration."""
+        if trace is not None:
+            trace.write(iteration_line(report, self._name_of))
+        rows = self.job.rows
+        self._metrics.total_requests = rows.num_requests if rows.is_read else None
+        request_metrics = self._metrics.observe(report)
+        for request in (*report.finished, *report.duplicates):
+            self._finish(request, request_metrics)
+        self.view.iteration(report)
+
+    def _finish(self, request: Request, request_metrics: dict[RequestId, RequestMetrics]) -> None:
+        """The record of a row, once its last sample has ended; its metrics are its first sample's."""
+        wants_metrics = self._asked.effective.config.output.metrics
+        index, sample = request.request_id
+        if wants_metrics and sample == 0:
+            self._first_metrics[index] = request_metrics[request.request_id]
+        done = self.job.rows.finish(request)
+        if done is not None:
+            self.recorder.done(done, self._first_metrics.pop(index).as_record() if wants_metrics else None)
+
+    def _is_over_time(self, began_s: float) -> bool:
+        limit_s = self._asked.options.max_time_s
+        return limit_s is not None and time.monotonic() - began_s >= limit_s
+
+    def _cancel_rest(self) -> None:
+        message = f"not finished within --max-time, {self._asked.options.max_time_s:g} s"
+        for row in self.job.rows.unfinished():
+            self.recorder.cancelled(row, message)
+
+    @contextmanager
+    def _trace(self) -> Iterator[TextIO | None]:
+        path = self._asked.options.trace
+        if path is None:
+            yield None
+            return
+        try:
+            file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--trace {path}: {error.strerror}") from None
+        with file:
+            num_rows = self.job.rows.num_rows if self.job.rows.is_read else None
+            file.write(header_line(build.resolved_config(self.job), asdict(self.job.memory), num_rows))
+            yield file
+
+    def _summary(self) -> RunSummary:
+        name = self._asked.output.name
+        recorder = self.recorder
+        return RunSummary(
+            self._metrics.snapshot(),
+            rows_good=recorder.num_good,
+            rows_bad=recorder.num_bad,
+            rows_cancelled=recorder.num_cancelled,
+            rows_kept=self._output.plan.num_kept,
+            runaway_rows=recorder.num_runaway,
+            output=None if name == "-" else name,
+        )
