@@ -17,6 +17,7 @@ from contbatch_cli.core.kv_cache_manager import KVCacheManager
 from contbatch_cli.core.request import GREEDY, Request, RequestId, SamplingParams
 from contbatch_cli.core.scheduler import StallFreeScheduler
 from contbatch_cli.core.stop import standard_stop_rule
+from contbatch_cli.data import model_store
 from contbatch_cli.errors import UsageError
 from contbatch_cli.model.attention import ATTENTION_NAME, cpu
 from contbatch_cli.model.attention import deterministic as backend
@@ -205,3 +206,15 @@ def test_threads_fall_back_to_powers_of_two():
     assert thread_candidates(1) == [1]
     assert thread_candidates(2) == [2, 1]
     assert thread_candidates(12) == [12, 8, 4, 2, 1]
+
+
+@pytest.mark.slow
+def test_the_default_model_is_bitwise_the_same_under_ten_settings():
+    loaded = deterministic_model(load_model(model_store.resolve("smollm2-135m-instruct", None), ModelConfig(device="cpu", dtype="float32")))
+    settings = [
+        Setting(33, 40, 16, 1.0, True),
+        Setting(512, 64, 16, 1.0, False),
+        *(Setting.drawn(random.Random(seed))._replace(budget=budget) for seed, budget in enumerate((17, 32, 48, 64, 100, 128, 256, 300))),
+    ]
+    prompts = drawn_prompts(7, 64, loaded.vocab_size, longest=12)
+    assert compare_settings(loaded.model, loaded.layers, prompts, 4, settings) > 0
