@@ -1,10 +1,10 @@
-"""The composition root: the one place where the parts of a run are wired. torch is imported only by `build_runner`."""
+"""The composition root: the one place where the parts of a run are wired. torch is imported only by `build_executor`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from contbatch_cli.core.job_order import Choice, JobQueue, choose_order, shared_
 from contbatch_cli.core.kv_cache_manager import KVCacheManager
 from contbatch_cli.core.policies import POLICIES
 from contbatch_cli.core.request import Request
-from contbatch_cli.core.scheduler import StallFreeScheduler, StopRule
+from contbatch_cli.core.scheduler import StopRule
 from contbatch_cli.core.stop import first_of, repetition_rule, standard_stop_rule
 from contbatch_cli.data import model_store
 from contbatch_cli.data.chat_template import ChatTemplate, split_reasoning
@@ -25,14 +25,16 @@ from contbatch_cli.data.model_files import ModelInfo
 from contbatch_cli.data.prepare import ModelLimits, Preparer, SamplingDefaults
 from contbatch_cli.data.readers import InputOptions, read_rows
 from contbatch_cli.data.records import Completion
+from contbatch_cli.data.response_format import grammar_text, has_grammar_support
 from contbatch_cli.data.rows import ChatPrompt, Row, RowFault
 from contbatch_cli.data.sources import can_be_read_twice
 from contbatch_cli.data.template_rows import template_text
 from contbatch_cli.data.tokenizer import Tokenizer
+from contbatch_cli.engine import Clock, InferenceEngine, Runner
 from contbatch_cli.sizing import DeviceMemory, JobDemand, Sizes, block_size_of, most_blocks, resolve_sizes
 
 if TYPE_CHECKING:
-    from contbatch_cli.engine import Runner
+    from contbatch_cli.model.grammar import GrammarMasks
 
 PROMPT_END_TOKENS = 16
 """How much of a prompt is looked at for an opening that its template wrote."""
@@ -72,11 +74,19 @@ class Job:
     queue: JobQueue
     order: Choice
     sizes: Sizes
-    scheduler: StallFreeScheduler
     memory: DeviceMemory
 
 
-BuildRunner = Callable[[Job], "Runner"]
+@dataclass(frozen=True, slots=True)
+class Executor:
+    """What executes a job's plans; `stop_rules` end rows by what it knows, `description` is for the header."""
+
+    runner: Runner
+    description: str
+    stop_rules: tuple[StopRule, ...] = ()
+
+
+BuildExecutor = Callable[[Job], Executor]
 
 
 def open_model(config: ModelConfig, chat_template: Path | None = None) -> TextModel:
@@ -126,9 +136,9 @@ def _cuda_free_bytes(config: ModelConfig) -> int:
     return torch.cuda.mem_get_info(None if config.device == "auto" else torch.device(config.device))[0]
 
 
-def stop_rules(texts: StopStringRule) -> StopRule:
+def stop_rule(texts: StopStringRule, executor: Executor) -> StopRule:
     """Every rule that may end a row; a stop string wins over what its last token would mean otherwise."""
-    return first_of(texts, standard_stop_rule, repetition_rule)
+    return first_of(texts, *executor.stop_rules, standard_stop_rule, repetition_rule)
 
 
 def dtype_name(config: ModelConfig, kind: str, info: ModelInfo) -> str:
@@ -145,7 +155,6 @@ def prepare_job(
     inputs: Inputs,
     model: TextModel,
     memory: DeviceMemory,
-    stop_rule: StopRule,
     on_fault: Callable[[RowFault], None],
     remaining: Callable[[Iterator[ReadRow]], Iterator[ReadRow]] = iter,
     waiting: Waiting = nullcontext,
@@ -167,10 +176,15 @@ def prepare_job(
     sizes = _sizes(config, block_size, limit, memory, window, queue.is_exhausted, model.info)
     order = _order(config, window, sizes)
     queue.set_order(order.value)
-    kv = KVCacheManager(sizes.num_blocks, block_size, _shares_prefixes(config, model.info))
-    policy = POLICIES[config.scheduler.policy]
-    scheduler = policy(kv, sizes.token_budget, sizes.max_batch_size, stop_rule)
-    return Job(config, model, rows, queue, order, sizes, scheduler, memory)
+    return Job(config, model, rows, queue, order, sizes, memory)
+
+
+def build_engine(job: Job, runner: Runner, stop_rule: StopRule, clock: Clock) -> InferenceEngine:
+    """The engine of a job, by its policy and sizes."""
+    sizes = job.sizes
+    kv = KVCacheManager(sizes.num_blocks, sizes.block_size, shares_prefixes(job.config, job.model.info))
+    policy = POLICIES[job.config.scheduler.policy]
+    return InferenceEngine(policy(kv, sizes.token_budget, sizes.max_batch_size, stop_rule), runner, job.queue, clock)
 
 
 
@@ -189,13 +203,12 @@ def complete(texts: StopStringRule, model: TextModel, request: Request, row: Row
 def make_preparer(effective: Effective, model: TextModel, block_size: int, num_blocks: int) -> Preparer:
     """What turns rows into requests for this model, by the precedence of the contract."""
     info = model.info
-    eos = {*info.eos_token_ids, *([model.tokenizer.eos_token_id] if model.tokenizer.eos_token_id is not None else [])}
     limits = ModelLimits(
         vocab_size=info.vocab_size,
         max_context=min(info.max_context, info.rope_limit_tokens or info.max_context),
         block_size=block_size,
         num_blocks=num_blocks,
-        eos_token_ids=tuple(sorted(eos)),
+        eos_token_ids=_eos_token_ids(model),
     )
     defaults = SamplingDefaults(
         command_line=effective.command_line_sampling(),
@@ -207,9 +220,9 @@ def make_preparer(effective: Effective, model: TextModel, block_size: int, num_b
     return Preparer(model.tokenizer, model.template, limits, defaults)
 
 
-def build_runner(job: Job) -> Runner:
+def build_executor(job: Job) -> Executor:
     """The model with its weights on its device, its cache and its sampler. Imports torch."""
-    from contbatch_cli.model.deterministic import deterministic_model
+    from contbatch_cli.model.deterministic import make_deterministic
     from contbatch_cli.model.kv_cache import KVCache
     from contbatch_cli.model.loading import load_model
     from contbatch_cli.model.memory import is_out_of_memory, release_unused
@@ -217,13 +230,35 @@ def build_runner(job: Job) -> Runner:
     from contbatch_cli.model.sampler import Sampler
     from contbatch_cli.model.splitting import SplittingRunner
 
-    loaded = load_model(job.model.info.path, job.config.model)
+    settings = job.config.model
     if job.config.engine.deterministic:
-        loaded = deterministic_model(loaded)
+        settings = replace(settings, attention="deterministic")
+    loaded = load_model(job.model.info.path, settings)
+    model, how = loaded.model, f"attention {loaded.attention_choice}"
+    if job.config.engine.deterministic:
+        model, tiles = make_deterministic(loaded.model, loaded.layers, loaded.dtype)
+        how = f"deterministic: {tiles}"
     cache = KVCache(loaded.layers, job.sizes.num_blocks, job.sizes.block_size, loaded.dtype, loaded.device)
-    sampler = Sampler(loaded.vocab_size, loaded.device)
-    runner = ModelRunner(loaded.model, cache, loaded.backend, sampler, loaded.device)
-    return SplittingRunner(runner, is_out_of_memory, lambda: release_unused(loaded.device))
+    masks = _grammar_masks(job, loaded.vocab_size)
+    runner = ModelRunner(model, cache, loaded.backend, Sampler(loaded.vocab_size, loaded.device, masks), loaded.device)
+    splitting = SplittingRunner(runner, is_out_of_memory, lambda: release_unused(loaded.device))
+    description = f"{loaded.dtype_choice} on {loaded.device_choice} ({loaded.device_choice.reason}), {how}"
+    return Executor(splitting, description, (masks.stop_rule,) if masks is not None else ())
+
+
+def _grammar_masks(job: Job, vocab_size: int) -> GrammarMasks | None:
+    """What holds rows to their `response_format`, where the grammar library is installed."""
+    if not has_grammar_support():
+        return None
+    from contbatch_cli.model.grammar import GrammarMasks
+
+    return GrammarMasks(job.model.tokenizer.backend.to_str(), vocab_size, _eos_token_ids(job.model), grammar_text)
+
+
+def _eos_token_ids(model: TextModel) -> tuple[int, ...]:
+    """The union of all sources: generation_config, config and tokenizer."""
+    own = model.tokenizer.eos_token_id
+    return tuple(sorted({*model.info.eos_token_ids, *([own] if own is not None else [])}))
 
 
 def resolved_config(job: Job) -> dict[str, object]:
@@ -239,13 +274,14 @@ def resolved_config(job: Job) -> dict[str, object]:
     return config
 
 
-def header_lines(job: Job, runner: Runner) -> list[str]:
+def header_lines(job: Job, executor: Executor) -> list[str]:
     """What a run says before its first iteration: the resolved values, each with its reason."""
     sizes, reasons = job.sizes, job.sizes.reasons
     tokens = sizes.num_blocks * sizes.block_size
-    caching = "on" if job.scheduler.kv.prefix_caching else prefix_caching_off_reason(job.config, job.model.info)
+    info = job.model.info
+    caching = "on" if shares_prefixes(job.config, info) else prefix_caching_off_reason(job.config, info)
     return [
-        f"model     {job.config.model.name}, {getattr(runner, 'description', job.memory.kind)}",
+        f"model     {job.config.model.name}, {executor.description}",
         f"schedule  {job.config.scheduler.policy}, budget {sizes.token_budget:,} ({reasons['scheduler.token_budget']}), "
         f"batch {sizes.max_batch_size:,} ({reasons['scheduler.max_batch_size']}), order {job.order.value} ({job.order.reason})",
         f"cache     {sizes.num_blocks:,} blocks of {sizes.block_size} = {tokens:,} tokens "
@@ -260,7 +296,7 @@ def prefix_caching_off_reason(config: Config, info: ModelInfo) -> str:
     return f"off ({num_windowed} of {info.num_layers} layers see a sliding window)"
 
 
-def _shares_prefixes(config: Config, info: ModelInfo) -> bool:
+def shares_prefixes(config: Config, info: ModelInfo) -> bool:
     """Windowed layers may have dropped what a hit would need, so those models take no hits."""
     return config.cache.prefix_caching and not any(window is not None for window in info.layer_windows)
 
@@ -268,7 +304,7 @@ def _shares_prefixes(config: Config, info: ModelInfo) -> bool:
 def _sizes(
     config: Config, block_size: int, limit: Choice, memory: DeviceMemory, window: list[Request], is_whole: bool, info: ModelInfo
 ) -> Sizes:
-    shares = _shares_prefixes(config, info) and shared_fraction(window, block_size) > 0
+    shares = shares_prefixes(config, info) and shared_fraction(window, block_size) > 0
     demand = JobDemand([request.max_num_tokens for request in window], is_whole, shares, info.max_context)
     is_limit_set = config.cache.num_blocks != "auto" or config.cache.memory is not None
     return resolve_sizes(config.scheduler, block_size, limit, memory.kind, demand, is_limit_set)

@@ -22,7 +22,7 @@ from contbatch_cli.data.recorder import Recorder
 from contbatch_cli.data.records import RecordOptions
 from contbatch_cli.data.rows import RowFault
 from contbatch_cli.data.writer import ReaderGone
-from contbatch_cli.engine import InferenceEngine, IterationReport, Runner
+from contbatch_cli.engine import IterationReport
 from contbatch_cli.errors import EngineError, ExitStatus, UsageError
 from contbatch_cli.metrics import Metrics, RequestMetrics
 from contbatch_cli.trace import header_line, iteration_line
@@ -50,7 +50,7 @@ class RunRequest:
     options: RunOptions
 
 
-def run(asked: RunRequest, build_runner: build.BuildRunner = build.build_runner) -> ExitStatus:
+def run(asked: RunRequest, build_executor: build.BuildExecutor = build.build_executor) -> ExitStatus:
     """The whole job; the status with which the process ends. Raises ContbatchError for what goes wrong as a whole."""
     began_s = time.monotonic()
     with ExitStack() as stack:
@@ -63,8 +63,8 @@ def run(asked: RunRequest, build_runner: build.BuildRunner = build.build_runner)
                 batch_run = BatchRun(asked, output, interrupts, descriptor)
                 stack.callback(batch_run.view.close)
                 batch_run.prepare()
-                runner = build_runner(batch_run.job)
-            return batch_run.execute(runner, began_s)
+                executor = build_executor(batch_run.job)
+            return batch_run.execute(executor, began_s)
         except Interrupted:
             assert interrupts.status is not None
             _say_how_to_go_on(asked)
@@ -125,7 +125,6 @@ class BatchRun:
             self._asked.inputs,
             self._model,
             memory,
-            build.stop_rules(self._texts),
             self._on_fault,
             self._output.remaining,
             self._interrupts.may_raise,
@@ -137,12 +136,12 @@ class BatchRun:
             raise EngineError(message) if self._is_executing else UsageError(message)
         self.recorder.fault(fault)
 
-    def execute(self, runner: Runner, began_s: float) -> ExitStatus:
+    def execute(self, executor: build.Executor, began_s: float) -> ExitStatus:
         """All iterations, unless a signal or the time limit ends them; then the summary."""
         self._is_executing = True
         job = self.job
-        self.view.start(RunHeader(tuple(build.header_lines(job, runner)), job.rows.num_rows if job.rows.is_read else None))
-        engine = InferenceEngine(job.scheduler, runner, job.queue, time.monotonic)
+        self.view.start(RunHeader(tuple(build.header_lines(job, executor)), job.rows.num_rows if job.rows.is_read else None))
+        engine = build.build_engine(job, executor.runner, build.stop_rule(self._texts, executor), time.monotonic)
         with self._trace() as trace:
             for report in engine.run():
                 self._take(report, trace)

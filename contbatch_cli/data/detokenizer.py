@@ -242,6 +242,11 @@ class StopStringRule:
 
 
 def _ends_by_token(request: Request) -> bool:
-    """Whether the last output token is what ended the request, and so no part of its text."""
+    """Whether the last output token is what ended the request, and so no part of its text: EOS or a stop token id.
+
+    A text that a grammar completed ends with a token of its own.
+    """
     finish = request.finish
-    return finish is not None and finish.reason is FinishReason.STOP and not isinstance(finish.stop_reason, str)
+    if finish is None or finish.reason is not FinishReason.STOP or isinstance(finish.stop_reason, str):
+        return False
+    return finish.stop_reason is not None or request.token_ids[-1] in request.sampling.eos_token_ids

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from contbatch_cli.core.noise import row_seed
 from contbatch_cli.core.request import Request, RequestId, SamplingParams
+from contbatch_cli.data.response_format import check_response_format
 from contbatch_cli.data.rows import ChatPrompt, Prompt, Row, RowFault, TextPrompt, canonical_json
 from contbatch_cli.errors import RowError
 
@@ -178,6 +179,8 @@ class Preparer:
         """Row over command line over config over model over built-in, as ids and tuples."""
         self._refuse_what_cannot_run(params)
         merged = {**self._defaults, **params}
+        if "response_format" in merged:
+            check_response_format(merged["response_format"])
         is_min_explicit = "min_tokens" in params
         if merged.get("min_tokens", 0) > merged["max_tokens"]:
             if is_min_explicit:
