@@ -1,4 +1,4 @@
-"""`engine.deterministic`: a row's logits are bitwise the same whatever the batch, the budget, the block size, preemption or prefix hits.
+"""`engine.deterministic`: a row's logits are bitwise the same whatever the batch, budget, block size, preemption or prefix hits.
 
 Shape legend: T tokens of the step, M rows of a tile, L logit rows, V vocabulary.
 
@@ -16,15 +16,17 @@ not assumed but tried, on the whole model, before a run.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from contbatch_cli.core.gather import FlatBatch
 from contbatch_cli.errors import UsageError
-from contbatch_cli.model.attention import CachedStep, attending, current_step
+from contbatch_cli.model.attention import CachedStep, attending, backend_named, current_step
 from contbatch_cli.model.attention import deterministic as backend
 from contbatch_cli.model.kv_cache import KVCache, LayerShape
+from contbatch_cli.model.loading import Choice, LoadedModel
 
 TILE_ROWS = 32
 """Rows of a tile: part of the arithmetic, so a constant. Fewer waste less in small batches, more are faster in large ones."""
@@ -69,6 +71,15 @@ class TiledModel(torch.nn.Module):
 def _padded(ids: torch.Tensor, rows: int) -> torch.Tensor:
     """ids [1, n] with zeros up to [1, rows]."""
     return torch.nn.functional.pad(ids, (0, rows - ids.shape[1]))
+
+
+def deterministic_model(loaded: LoadedModel) -> LoadedModel:
+    """The same model under `engine.deterministic`. Raises UsageError where that cannot be had."""
+    if loaded.device.type != "cpu":
+        raise UsageError(f"engine.deterministic: needs model.device: cpu; it has not been tried on {loaded.device.type}")
+    tiled, reason = make_deterministic(loaded.model, loaded.layers, loaded.dtype)
+    choice = Choice("deterministic", reason)
+    return replace(loaded, model=tiled, backend=backend_named(choice), attention_choice=choice)
 
 
 def make_deterministic(

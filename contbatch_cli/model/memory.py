@@ -7,9 +7,10 @@ The arithmetic (`cache_bytes`) is apart from the asking.
 
 from __future__ import annotations
 
-import os
+import resource
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,13 +23,6 @@ from contbatch_cli.model.splitting import Executes
 
 RESERVE = {"cpu": 0.1, "cuda": 0.03}
 """The part of the free memory that is nobody's: fragments, libraries' workspaces, and on a CPU the rest of the machine."""
-
-_MEMINFO = Path("/proc/meminfo")
-_CGROUPS = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
-)
-
 
 class CacheMemory(NamedTuple):
     """Bytes that the KV cache may take, and the sum in words."""
@@ -54,29 +48,10 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory that a new tensor could take: on CUDA what the driver and torch's own pool have free, else the machine's or cgroup's."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free_cpu_bytes(_read(_MEMINFO), [(_read(limit), _read(usage)) for limit, usage in _CGROUPS])
-
-
-def free_cpu_bytes(meminfo: str, cgroups: Sequence[tuple[str, str]]) -> int:
-    """The least of MemAvailable and each cgroup's limit less its usage; texts are "" where there is no such file."""
-    found = [int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable:")]
-    found += [int(limit) - int(usage) for limit, usage in cgroups if limit.strip().isdigit() and usage.strip().isdigit()]
-    if not found:
-        pages, page_bytes = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-        found = [pages * page_bytes]
-    return max(min(found), 0)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii")
-    except OSError:
-        return ""
+def free_cuda_bytes(device: torch.device) -> int:
+    """Memory that a new tensor could take: what the driver has free, and what torch's own pool holds unused."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def measure_peak(step: Callable[[], object], device: torch.device) -> int:
@@ -105,19 +80,16 @@ def step_peak(runner: Executes, batch: ScheduledBatch, device: torch.device) -> 
 
 def _reset_peak_resident() -> int:
     """The process's peak resident bytes from here on; reset to the present size where the system allows it."""
-    try:
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        pass
     return _peak_resident()
 
 
 def _peak_resident() -> int:
-    for line in _read(Path("/proc/self/status")).splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    import resource
-
+    status = Path("/proc/self/status")
+    if status.exists():
+        lines = status.read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import random
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, MistralConfig, MixtralConfig
 
+from contbatch_cli.config import ModelConfig
 from contbatch_cli.core.batch import Logits, ScheduledBatch, ScheduledSequence, SequenceResult
 from contbatch_cli.core.kv_cache_manager import KVCacheManager
 from contbatch_cli.core.request import GREEDY, Request, RequestId, SamplingParams
 from contbatch_cli.core.scheduler import StallFreeScheduler
 from contbatch_cli.core.stop import standard_stop_rule
+from contbatch_cli.data import model_store
 from contbatch_cli.errors import UsageError
 from contbatch_cli.model.attention import ATTENTION_NAME, cpu
 from contbatch_cli.model.attention import deterministic as backend
-from contbatch_cli.model.deterministic import TILE_ROWS, make_deterministic, num_differing_rows, thread_candidates
+from contbatch_cli.model.deterministic import (
+    TILE_ROWS,
+    deterministic_model,
+    make_deterministic,
+    num_differing_rows,
+    thread_candidates,
+)
 from contbatch_cli.model.kv_cache import KVCache
+from contbatch_cli.model.loading import load_model
 from contbatch_cli.model.probe import layers_of
 from contbatch_cli.model.runner import ModelRunner
 
@@ -69,9 +79,8 @@ class Setting(NamedTuple):
 
     @classmethod
     def drawn(cls, rng: random.Random) -> Setting:
-        return cls(
-            rng.choice([3, 33, 64, 300]), rng.choice([1, 3, 17, 40]), rng.choice([1, 5, 16]), rng.choice([0.05, 0.2, 1.0]), rng.random() < 0.6
-        )
+        budget, seats, block_size = rng.choice([3, 33, 64, 300]), rng.choice([1, 3, 17, 40]), rng.choice([1, 5, 16])
+        return cls(budget, seats, block_size, rng.choice([0.05, 0.2, 1.0]), rng.random() < 0.6)
 
 
 ALONE = Setting(1000, 1, 16, 1.0, False)
@@ -176,6 +185,16 @@ def test_the_probe_finds_a_model_whose_rows_depend_on_their_place():
     assert torch.get_num_threads() == threads
 
 
+def test_a_loaded_model_becomes_deterministic(tmp_path):
+    tiny("llama").save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, ModelConfig(device="cpu", dtype="float32"))
+    changed = deterministic_model(loaded)
+    assert changed.backend is backend and changed.attention_choice == "deterministic"
+    assert changed.attention_choice.reason.startswith(f"tiles of {TILE_ROWS} rows, ")
+    with pytest.raises(UsageError, match="needs model.device: cpu; it has not been tried on cuda"):
+        deterministic_model(replace(loaded, device=torch.device("cuda")))
+
+
 def test_experts_are_refused():
     config = MixtralConfig(**SMALL, intermediate_size=32, num_local_experts=4)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
@@ -187,3 +206,15 @@ def test_threads_fall_back_to_powers_of_two():
     assert thread_candidates(1) == [1]
     assert thread_candidates(2) == [2, 1]
     assert thread_candidates(12) == [12, 8, 4, 2, 1]
+
+
+@pytest.mark.slow
+def test_the_default_model_is_bitwise_the_same_under_ten_settings():
+    loaded = deterministic_model(load_model(model_store.resolve("smollm2-135m-instruct", None), ModelConfig(device="cpu", dtype="float32")))
+    settings = [
+        Setting(33, 40, 16, 1.0, True),
+        Setting(512, 64, 16, 1.0, False),
+        *(Setting.drawn(random.Random(seed))._replace(budget=budget) for seed, budget in enumerate((17, 32, 48, 64, 100, 128, 256, 300))),
+    ]
+    prompts = drawn_prompts(7, 64, loaded.vocab_size, longest=12)
+    assert compare_settings(loaded.model, loaded.layers, prompts, 4, settings) > 0

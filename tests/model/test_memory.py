@@ -8,8 +8,6 @@ import torch
 from contbatch_cli.errors import UsageError
 from contbatch_cli.model.memory import (
     cache_bytes,
-    free_bytes,
-    free_cpu_bytes,
     full_step,
     is_out_of_memory,
     measure_peak,
@@ -25,18 +23,9 @@ def test_the_cache_takes_what_a_step_leaves():
     memory = cache_bytes(100 * GIB, 7 * GIB, "cuda")
     assert memory.num_bytes == 90 * GIB
     assert memory.reason == "90.00 GiB = 100.00 GiB free on cuda - 7.00 GiB for a full step - 3.00 GiB reserve"
-    with pytest.raises(UsageError, match=r"2.00 GiB free on cpu - 1.90 GiB for a full step - 0.20 GiB reserve; lower scheduler.token_budget"):
+    message = r"2.00 GiB free on cpu - 1.90 GiB for a full step - 0.20 GiB reserve; lower scheduler.token_budget"
+    with pytest.raises(UsageError, match=message):
         cache_bytes(2 * GIB, int(1.9 * GIB), "cpu")
-
-
-def test_free_memory_is_the_least_of_machine_and_cgroup():
-    meminfo = "MemTotal:       16000000 kB\nMemFree:   1000 kB\nMemAvailable:    8000000 kB\n"
-    assert free_cpu_bytes(meminfo, [("", ""), ("", "")]) == 8_000_000 * 1024
-    assert free_cpu_bytes(meminfo, [("max\n", "12345\n"), ("", "")]) == 8_000_000 * 1024
-    assert free_cpu_bytes(meminfo, [("5000000\n", "2000000\n"), ("", "")]) == 3_000_000
-    assert free_cpu_bytes(meminfo, [("5000000\n", "6000000\n"), ("", "")]) == 0
-    assert free_cpu_bytes("", []) > 0
-    assert free_bytes(CPU) > 2**20
 
 
 def test_the_peak_of_a_step_is_seen_after_it_is_gone():

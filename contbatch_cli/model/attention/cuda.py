@@ -11,7 +11,7 @@ kernels', and both are timed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, partial
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -125,7 +125,7 @@ def _varlen(query: torch.Tensor, layer: LayerCache, plan: CudaPlan, variant: Att
     flat = plan.flat
     starts = flat.query_starts
     left = -1 if variant.sliding_window is None else variant.sliding_window - 1
-    output: torch.Tensor = varlen_attn(
+    output = varlen_attn(
         query,
         layer.keys,
         layer.values,
@@ -139,6 +139,7 @@ def _varlen(query: torch.Tensor, layer: LayerCache, plan: CudaPlan, variant: Att
         seqused_k=plan.context_lens,
         block_table=plan.table(),
     )
+    assert isinstance(output, torch.Tensor)
     return output
 
 
@@ -150,7 +151,7 @@ def _is_plain(query: torch.Tensor, layer: LayerCache, variant: AttentionVariant)
     return query.is_cuda and variant.softcap is None and variant.sinks is None and query.shape[2] == layer.values.shape[3]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _varlen_is_faster(shape: LayerShape, dtype: torch.dtype, device: torch.device, block_size: int) -> bool:
     """Whether `varlen_attn` runs, agrees with the Triton kernels, with and without a window, and takes less time."""
     if device.type != "cuda":
@@ -167,8 +168,8 @@ def _varlen_is_faster(shape: LayerShape, dtype: torch.dtype, device: torch.devic
         # Absent, of another signature, or refusing this block size, type or head size.
         return False
     plain = AttentionVariant(shape.key_size**-0.5)
-    seconds = [_time(lambda f=f: f(probe.query, probe.layer, probe.plan, plain)) for f in (_varlen, _triton)]
-    return seconds[0] < seconds[1]
+    varlen_ms, triton_ms = (_time_ms(partial(call, probe.query, probe.layer, probe.plan, plain)) for call in (_varlen, _triton))
+    return varlen_ms < triton_ms
 
 
 class _Probe(NamedTuple):
@@ -219,7 +220,7 @@ def probe_batch(block_size: int) -> FlatBatch:
     )
 
 
-def _time(call: Callable[[], torch.Tensor]) -> float:
+def _time_ms(call: Callable[[], torch.Tensor]) -> float:
     """Milliseconds a call on the GPU, after one to warm up."""
     call()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
