@@ -14,10 +14,10 @@ import torch
 
 from contbatch_cli.core.batch import BatchResult, Logits, ScheduledBatch, ScheduledSequence, SequenceResult
 from contbatch_cli.core.gather import FlatBatch, flatten
-from contbatch_cli.core.request import TokenLogprob
 from contbatch_cli.errors import RowError
 from contbatch_cli.model.attention import AttentionBackend, CachedStep, attending
 from contbatch_cli.model.kv_cache import KVCache
+from contbatch_cli.model.sampler import prompt_logprobs
 from contbatch_cli.model.staging import to_device
 
 
@@ -26,15 +26,6 @@ class LogitsSampler(Protocol):
 
     def sample(self, logits: torch.Tensor, sequences: Sequence[ScheduledSequence]) -> Sequence[SequenceResult]:
         """One result for each row of the float32 logits [S, V], which may be changed; `sequences[i]` is row i's run."""
-        ...
-
-    def prompt_logprobs(
-        self, logits: torch.Tensor, next_ids: Sequence[int], num_top: int, start: int
-    ) -> tuple[TokenLogprob, ...]:
-        """The log-probability of `next_ids[i]` under row i of the logits [n, V], the row of position `start + i`.
-
-        Raises RowError for logits of which no distribution can be made.
-        """
         ...
 
 
@@ -88,7 +79,7 @@ class ModelRunner:
             if next_ids:
                 rows = logits[flat.logit_starts[i] :][: len(next_ids)]
                 try:
-                    found = self.sampler.prompt_logprobs(rows, next_ids, sequence.sampling.prompt_logprobs or 0, sequence.start)
+                    found = prompt_logprobs(rows, next_ids, sequence.sampling.prompt_logprobs or 0, sequence.start)
                 except RowError as error:
                     results[i] = SequenceResult(error=f"{error.code}: {error.message}")
                 else:
