@@ -132,7 +132,8 @@ def _logprobs(name: str, value: Any) -> bool | int:
 
 def _response_format(name: str, value: Any) -> dict[str, Any]:
     """`{"type": T, ...}` with T one of `text`, `json_object`, `json_schema` (its `json_schema.schema`, as OpenAI has it),
-    `regex` (its `pattern`, also under the key `regex`) and `choice` (its `choices`). Whether the schema can be used is for the grammar library to say.
+    `regex` (its `pattern`, also under the key `regex`) and `choice` (its `choices`). Whether the schema can be used is for the
+    grammar library to say.
     """
     kind = value.get("type") if type(value) is dict else None
     if kind in ("text", "json_object"):
