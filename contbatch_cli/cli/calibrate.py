@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
@@ -18,6 +18,8 @@ from contbatch_cli import build
 from contbatch_cli.cli.figures import duration, three_figures
 from contbatch_cli.cli.options import Assignments, ConfigFile, ModelName, effective_config
 from contbatch_cli.cli.rehearsal import calibration_path
+from contbatch_cli.config import Config
+from contbatch_cli.config_files import Effective
 from contbatch_cli.core.batch import Logits, ScheduledBatch, ScheduledSequence
 from contbatch_cli.core.job_order import JobQueue
 from contbatch_cli.core.kv_cache_manager import KVCacheManager
@@ -28,7 +30,7 @@ from contbatch_cli.data.readers import InputOptions
 from contbatch_cli.engine import InferenceEngine
 from contbatch_cli.errors import EngineError, UsageError
 from contbatch_cli.simulate import OutputScript, SimulatedClock, SimulatedRunner
-from contbatch_cli.sizing import most_blocks
+from contbatch_cli.sizing import DeviceMemory, block_size_of, most_blocks
 
 if TYPE_CHECKING:
     from contbatch_cli.engine import Runner
@@ -50,12 +52,12 @@ def calibrate(config: ConfigFile = None, assignments: Assignments = None, model:
     num_blocks = _num_blocks(effective.config, text_model, memory)
     effective = effective_config(config, [*(assignments or ()), f"cache.num_blocks={num_blocks}"], model=model)
     job = _job(effective, text_model, memory)
-    runner = build.build_runner(job)
+    runner = build.build_executor(job).runner
     batches = calibration_batches(num_blocks, job.sizes.block_size, text_model.info.max_context, memory.kind == "cpu")
     typer.echo(f"contbatch: {len(batches)} kinds of steps, at most {TIME_LIMIT_S:.0f} s", err=True)
     measured = measure(batches, runner)
-    source = f"measured on this machine ({memory.kind}, {os.cpu_count()} cores, {build.dtype_name(effective.config.model, memory.kind, text_model.info)})"
-    cost = fit(measured, loop_costs(), source)
+    dtype = build.dtype_name(effective.config.model, memory.kind, text_model.info)
+    cost = fit(measured, loop_costs(), f"measured on this machine ({memory.kind}, {os.cpu_count()} cores, {dtype})")
     path = calibration_path(effective.config, text_model.info, memory.kind)
     store(path, cost)
     for line in report_lines(cost, measured):
@@ -63,21 +65,21 @@ def calibrate(config: ConfigFile = None, assignments: Assignments = None, model:
     typer.echo(f"stored in {path}")
 
 
-def _num_blocks(config: build.Config, model: build.TextModel, memory: build.DeviceMemory) -> int:
+def _num_blocks(config: Config, model: build.TextModel, memory: DeviceMemory) -> int:
     """Blocks for the longest contexts to be measured, or what fits."""
-    block_size = int(build.block_size_of(config.cache).value)
+    block_size = int(block_size_of(config.cache).value)
     bytes_per_value = build.DTYPE_BYTES[build.dtype_name(config.model, memory.kind, model.info)]
     limit = int(most_blocks(config.cache, block_size * model.info.kv_bytes_per_token(bytes_per_value), memory).value)
     return min(limit, CACHE_TOKENS // block_size)
 
 
-def _job(effective: build.Effective, model: build.TextModel, memory: build.DeviceMemory) -> build.Job:
+def _job(effective: Effective, model: build.TextModel, memory: DeviceMemory) -> build.Job:
     """A job of one row: the parts of a run, for their runner."""
     with tempfile.TemporaryDirectory(prefix="contbatch-") as directory:
         rows = Path(directory) / "rows.jsonl"
         rows.write_text('{"prompt_token_ids":[1],"max_tokens":1}\n')
         inputs = build.Inputs((str(rows),), InputOptions())
-        return build.prepare_job(effective, inputs, model, memory, OutputScript().stop_rule, lambda fault: None)
+        return build.prepare_job(effective, inputs, model, memory, lambda fault: None)
 
 
 class RunKind(NamedTuple):
@@ -151,7 +153,9 @@ def measure(
             taken.append(clock() - began)
     done = [MeasuredStep(shape_of(batch), median(taken)) for batch, taken in zip(batches, seconds, strict=True) if taken]
     if len(done) < len(batches) / 2:
-        raise EngineError(f"only {len(done)} of {len(batches)} kinds of steps were measured in {limit_s:.0f} s: too slow to calibrate")
+        raise EngineError(
+            f"only {len(done)} of {len(batches)} kinds of steps were measured in {limit_s:.0f} s: too slow to calibrate"
+        )
     return done
 
 
