@@ -53,7 +53,8 @@ def calibrate(config: ConfigFile = None, assignments: Assignments = None, model:
     effective = effective_config(config, [*(assignments or ()), f"cache.num_blocks={num_blocks}"], model=model)
     job = _job(effective, text_model, memory)
     runner = build.build_executor(job).runner
-    batches = calibration_batches(num_blocks, job.sizes.block_size, text_model.info.max_context, memory.kind == "cpu")
+    limits = StepLimits(num_blocks, job.sizes.block_size, job.sizes.token_budget, text_model.info.max_context)
+    batches = calibration_batches(limits, with_unsampled=memory.kind == "cpu")
     typer.echo(f"contbatch: {len(batches)} kinds of steps, at most {TIME_LIMIT_S:.0f} s", err=True)
     measured = measure(batches, runner)
     dtype = build.dtype_name(effective.config.model, memory.kind, text_model.info)
@@ -90,15 +91,29 @@ class RunKind(NamedTuple):
     samples: bool
 
 
-def calibration_batches(num_blocks: int, block_size: int, max_context: int, with_unsampled: bool) -> list[ScheduledBatch]:
-    """Steps that vary tokens, runs, samples, context and pairs apart from one another, as far as the cache goes.
+class StepLimits(NamedTuple):
+    """What the steps may be at most."""
+
+    num_blocks: int
+    block_size: int
+    token_budget: int
+    max_context: int
+
+
+def calibration_batches(limits: StepLimits, with_unsampled: bool) -> list[ScheduledBatch]:
+    """Steps that vary tokens, runs, samples, context and pairs apart from one another, within the limits.
 
     Without `with_unsampled` each step samples at least one row, which on an accelerator is what makes a step wait for its end.
     """
     kinds = (step for step in _steps() if with_unsampled or any(run.samples for run in step))
-    fitting = [step for step in kinds if max(run.start + run.length for run in step) <= max_context]
-    batches = (_batch(step, num_blocks, block_size) for step in fitting)
-    return [batch for batch in batches if batch is not None]
+    return [_batch(step, limits.block_size) for step in kinds if _fits(step, limits)]
+
+
+def _fits(step: Sequence[RunKind], limits: StepLimits) -> bool:
+    ends = [run.start + run.length for run in step]
+    num_blocks = sum(-(-end // limits.block_size) for end in ends)
+    num_tokens = sum(run.length for run in step)
+    return max(ends) <= limits.max_context and num_tokens <= limits.token_budget and num_blocks <= limits.num_blocks
 
 
 def _steps() -> Iterator[list[RunKind]]:
@@ -117,8 +132,8 @@ def _steps() -> Iterator[list[RunKind]]:
             yield [RunKind(1, 255, True)] * count + [RunKind(length, 0, False)]
 
 
-def _batch(step: Sequence[RunKind], num_blocks: int, block_size: int) -> ScheduledBatch | None:
-    """The step as a plan, each run with blocks of its own; None when the cache is too small for it."""
+def _batch(step: Sequence[RunKind], block_size: int) -> ScheduledBatch:
+    """The step as a plan, each run with blocks of its own."""
     sequences, first = [], 0
     for index, run in enumerate(step):
         needed = -(-(run.start + run.length) // block_size)
@@ -130,7 +145,7 @@ def _batch(step: Sequence[RunKind], num_blocks: int, block_size: int) -> Schedul
         sequences.append(
             ScheduledSequence(RequestId(index), tokens, run.start, blocks, max(prompt, 1), GREEDY, run.samples, logits)
         )
-    return ScheduledBatch(tuple(sequences), sum(run.length for run in step)) if first <= num_blocks else None
+    return ScheduledBatch(tuple(sequences), sum(run.length for run in step))
 
 
 def measure(
@@ -139,14 +154,14 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     limit_s: float = TIME_LIMIT_S,
 ) -> list[MeasuredStep]:
-    """The median seconds of each step over as many rounds as the time allows; after the time is over, the rest is left out."""
-    end = clock() + limit_s
+    """The median seconds of each step over as many rounds as the time allows; the first round may take twice as long."""
+    end, latest = clock() + limit_s, clock() + 2 * limit_s
     seconds: list[list[float]] = [[] for _ in batches]
     if batches:
         runner.execute(batches[0])
-    for _ in range(MAX_ROUNDS):
+    for number in range(MAX_ROUNDS):
         for batch, taken in zip(batches, seconds, strict=True):
-            if clock() > end:
+            if clock() > (end if number else latest):
                 break
             began = clock()
             runner.execute(batch)
@@ -154,7 +169,7 @@ def measure(
     done = [MeasuredStep(shape_of(batch), median(taken)) for batch, taken in zip(batches, seconds, strict=True) if taken]
     if len(done) < len(batches) / 2:
         raise EngineError(
-            f"only {len(done)} of {len(batches)} kinds of steps were measured in {limit_s:.0f} s: too slow to calibrate"
+            f"only {len(done)} of {len(batches)} kinds of steps were measured in {2 * limit_s:.0f} s: too slow to calibrate"
         )
     return done
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from contbatch_cli.cli.calibrate import calibration_batches, fit, loop_costs, measure, report_lines, store
+from contbatch_cli.cli.calibrate import StepLimits, calibration_batches, fit, loop_costs, measure, report_lines, store
 from contbatch_cli.core.batch import BatchResult, ScheduledBatch, SequenceResult
 from contbatch_cli.cost_model import CostModel, shape_of
 from contbatch_cli.data.model_files import read_json
@@ -26,21 +26,25 @@ class SlowRunner:
 
 @pytest.mark.parametrize("num_blocks", [64, 1024])
 def test_batches_are_plans_that_the_cache_holds(num_blocks: int) -> None:
-    batches = calibration_batches(num_blocks, 16, 2048, with_unsampled=True)
+    batches = calibration_batches(StepLimits(num_blocks, 16, 512, 2048), with_unsampled=True)
     assert len(batches) > 20
     for batch in batches:
+        assert 0 < batch.num_tokens <= 512
         assert batch.num_tokens == sum(len(sequence.tokens) for sequence in batch.sequences)
         blocks = [block for sequence in batch.sequences for block in sequence.block_ids]
         assert len(blocks) == len(set(blocks)) and max(blocks) < num_blocks
         for sequence in batch.sequences:
             assert len(sequence.block_ids) * 16 >= sequence.end
     assert any(shape_of(batch).num_samples == 0 for batch in batches)
-    assert all(shape_of(batch).num_samples for batch in calibration_batches(num_blocks, 16, 2048, with_unsampled=False))
+    assert all(
+        shape_of(batch).num_samples
+        for batch in calibration_batches(StepLimits(num_blocks, 16, 512, 2048), with_unsampled=False)
+    )
 
 
 def test_the_fit_to_measured_steps_tells_their_times(tmp_path: Path) -> None:
     runner = SlowRunner()
-    batches = calibration_batches(1024, 16, 2048, with_unsampled=True)
+    batches = calibration_batches(StepLimits(1024, 16, 512, 2048), with_unsampled=True)
     measured = measure(batches, runner, lambda: runner.now)
     cost = fit(measured, loop_costs(lambda: 0.0), "measured")
     for step in measured:
@@ -52,9 +56,9 @@ def test_the_fit_to_measured_steps_tells_their_times(tmp_path: Path) -> None:
 
 def test_the_time_limit_holds_and_too_little_is_an_error() -> None:
     runner = SlowRunner()
-    batches = calibration_batches(1024, 16, 2048, with_unsampled=True)
-    measure(batches, runner, lambda: runner.now, limit_s=8)
-    assert runner.now < 9
+    batches = calibration_batches(StepLimits(1024, 16, 512, 2048), with_unsampled=True)
+    measure(batches, runner, lambda: runner.now, limit_s=15)
+    assert runner.now < 15.5
     with pytest.raises(EngineError, match="too slow"):
         measure(batches, runner, lambda: runner.now, limit_s=0.5)
 
