@@ -14,6 +14,7 @@ from contbatch_cli.build import (
     Inputs,
     Job,
     TextModel,
+    build_engine,
     device_kind,
     device_memory,
     dtype_name,
@@ -28,7 +29,6 @@ from contbatch_cli.cost_model import CostModel, ModelShape, device_figures, roof
 from contbatch_cli.data.model_files import ModelInfo, read_json
 from contbatch_cli.data.model_store import cache_dir
 from contbatch_cli.data.rows import RowFault
-from contbatch_cli.engine import InferenceEngine
 from contbatch_cli.simulate import OutputScript, SimulatedClock, SimulatedRunner
 from contbatch_cli.sizing import DeviceMemory
 from contbatch_cli.trace import TraceIteration, header_fields, iteration_of
@@ -61,7 +61,7 @@ class Rehearsals:
         memory = rehearsal_memory(config, model.info)
         script = self.script()
         faults: list[RowFault] = []
-        job = prepare_job(effective, self.inputs, model, memory, script.stop_rule, faults.append)
+        job = prepare_job(effective, self.inputs, model, memory, faults.append)
         cost = cost_model(config, model.info, memory.kind)
         return Schedule(
             title=title or config.scheduler.policy,
@@ -81,7 +81,7 @@ class Rehearsals:
 
 def _iterations(job: Job, script: OutputScript, cost: CostModel) -> Iterator[TraceIteration]:
     clock = SimulatedClock()
-    engine = InferenceEngine(job.scheduler, SimulatedRunner(script, cost, clock.advance), job.queue, clock)
+    engine = build_engine(job, SimulatedRunner(script, cost, clock.advance), script.stop_rule, clock)
     for report in engine.run():
         yield iteration_of(report, job.rows.name_of)
         for request in (*report.finished, *report.duplicates):

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from contbatch_cli.build import Inputs, open_model, prepare_job, resolved_config, stop_rules
+from contbatch_cli.build import Executor, Inputs, build_engine, open_model, prepare_job, resolved_config, stop_rule
 from contbatch_cli.cli.rehearsal import Rehearsals, rehearsal_memory
 from contbatch_cli.config_files import Effective, load_config
 from contbatch_cli.core.batch import BatchResult, ScheduledBatch, SequenceResult
 from contbatch_cli.core.request import Request
 from contbatch_cli.data.detokenizer import StopStringRule
 from contbatch_cli.data.readers import InputOptions
-from contbatch_cli.engine import InferenceEngine
 from contbatch_cli.simulate import OutputScript, SimulatedClock
 from contbatch_cli.trace import format_header, header_line, iteration_line, read_trace
 
@@ -66,10 +65,10 @@ def run(configured: Callable[..., Effective], inputs: Inputs) -> tuple[str, list
     """A run with the stand-in: its trace and its finished requests."""
     effective = configured()
     model = open_model(effective.config.model)
-    rules = stop_rules(StopStringRule(model.tokenizer))
-    job = prepare_job(effective, inputs, model, rehearsal_memory(effective.config, model.info), rules, lambda fault: None)
+    job = prepare_job(effective, inputs, model, rehearsal_memory(effective.config, model.info), lambda fault: None)
     lines, done = [header_line(resolved_config(job), {}, job.rows.num_rows)], []
-    for report in InferenceEngine(job.scheduler, HashRunner(), job.queue, SimulatedClock()).run():
+    rule = stop_rule(StopStringRule(model.tokenizer), Executor(HashRunner(), "made up"))
+    for report in build_engine(job, HashRunner(), rule, SimulatedClock()).run():
         lines.append(iteration_line(report, job.rows.name_of))
         for request in (*report.finished, *report.duplicates):
             job.rows.finish(request)
