@@ -16,17 +16,15 @@ not assumed but tried, on the whole model, before a run.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from contbatch_cli.core.gather import FlatBatch
 from contbatch_cli.errors import UsageError
-from contbatch_cli.model.attention import CachedStep, attending, backend_named, current_step
+from contbatch_cli.model.attention import CachedStep, attending, current_step
 from contbatch_cli.model.attention import deterministic as backend
 from contbatch_cli.model.kv_cache import KVCache, LayerShape
-from contbatch_cli.model.loading import Choice, LoadedModel
 
 TILE_ROWS = 32
 """Rows of a tile: part of the arithmetic, so a constant. Fewer waste less in small batches, more are faster in large ones."""
@@ -73,15 +71,6 @@ def _padded(ids: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.nn.functional.pad(ids, (0, rows - ids.shape[1]))
 
 
-def deterministic_model(loaded: LoadedModel) -> LoadedModel:
-    """The same model under `engine.deterministic`. Raises UsageError where that cannot be had."""
-    if loaded.device.type != "cpu":
-        raise UsageError(f"engine.deterministic: needs model.device: cpu; it has not been tried on {loaded.device.type}")
-    tiled, reason = make_deterministic(loaded.model, loaded.layers, loaded.dtype)
-    choice = Choice("deterministic", reason)
-    return replace(loaded, model=tiled, backend=backend_named(choice), attention_choice=choice)
-
-
 def make_deterministic(
     model: torch.nn.Module, layers: Sequence[LayerShape], dtype: torch.dtype, rows: int = TILE_ROWS
 ) -> tuple[TiledModel, str]:
@@ -89,6 +78,9 @@ def make_deterministic(
 
     Raises UsageError for a model that cannot be run so, or a machine on which a row's place in a tile shows in its logits.
     """
+    device = next(model.parameters()).device
+    if device.type != "cpu":
+        raise UsageError(f"engine.deterministic: needs model.device: cpu; it has not been tried on {device.type}")
     refuse_unsuitable(model.config)
     tiled = TiledModel(model, rows)
     wanted = torch.get_num_threads()

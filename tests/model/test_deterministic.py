@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -23,7 +22,6 @@ from contbatch_cli.model.attention import ATTENTION_NAME, cpu
 from contbatch_cli.model.attention import deterministic as backend
 from contbatch_cli.model.deterministic import (
     TILE_ROWS,
-    deterministic_model,
     make_deterministic,
     num_differing_rows,
     thread_candidates,
@@ -185,14 +183,11 @@ def test_the_probe_finds_a_model_whose_rows_depend_on_their_place():
     assert torch.get_num_threads() == threads
 
 
-def test_a_loaded_model_becomes_deterministic(tmp_path):
-    tiny("llama").save_pretrained(tmp_path)
-    loaded = load_model(tmp_path, ModelConfig(device="cpu", dtype="float32"))
-    changed = deterministic_model(loaded)
-    assert changed.backend is backend and changed.attention_choice == "deterministic"
-    assert changed.attention_choice.reason.startswith(f"tiles of {TILE_ROWS} rows, ")
-    with pytest.raises(UsageError, match="needs model.device: cpu; it has not been tried on cuda"):
-        deterministic_model(replace(loaded, device=torch.device("cuda")))
+def test_a_gpu_is_refused():
+    """Nobody has run it there."""
+    model = tiny("llama").to("meta")
+    with pytest.raises(UsageError, match="needs model.device: cpu; it has not been tried on meta"):
+        make_deterministic(model, [], torch.float32)
 
 
 def test_experts_are_refused():
@@ -210,11 +205,13 @@ def test_threads_fall_back_to_powers_of_two():
 
 @pytest.mark.slow
 def test_the_default_model_is_bitwise_the_same_under_ten_settings():
-    loaded = deterministic_model(load_model(model_store.resolve("smollm2-135m-instruct", None), ModelConfig(device="cpu", dtype="float32")))
+    directory = model_store.resolve("smollm2-135m-instruct", None)
+    loaded = load_model(directory, ModelConfig(device="cpu", dtype="float32"))
+    tiled, _ = make_deterministic(loaded.model, loaded.layers, loaded.dtype)
     settings = [
         Setting(33, 40, 16, 1.0, True),
         Setting(512, 64, 16, 1.0, False),
         *(Setting.drawn(random.Random(seed))._replace(budget=budget) for seed, budget in enumerate((17, 32, 48, 64, 100, 128, 256, 300))),
     ]
     prompts = drawn_prompts(7, 64, loaded.vocab_size, longest=12)
-    assert compare_settings(loaded.model, loaded.layers, prompts, 4, settings) > 0
+    assert compare_settings(tiled, loaded.layers, prompts, 4, settings) > 0
