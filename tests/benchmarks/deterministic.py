@@ -90,8 +90,8 @@ def main() -> None:
     options = parser.parse_args()
     directory = model_store.resolve(options.model, None)
     loaded = load_model(directory, ModelConfig(device="cpu", dtype="float32"))
-    rows = read_rows(options.job, Tokenizer.from_directory(directory)) if options.job else drawn_rows(options.drawn, loaded.vocab_size)
-    rows = rows[: options.limit]
+    drawn = drawn_rows(options.drawn, loaded.vocab_size)
+    rows = (read_rows(options.job, Tokenizer.from_directory(directory)) if options.job else drawn)[: options.limit]
     tiled, _ = make_deterministic(loaded.model, loaded.layers, loaded.dtype)
     changed = replace(loaded, model=tiled, backend=backend_named("deterministic"))
     print(f"{len(rows)} rows, {sum(len(row.prompt_ids) for row in rows):,} prompt tokens, {torch.get_num_threads()} threads")

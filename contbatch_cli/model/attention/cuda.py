@@ -156,7 +156,7 @@ def _varlen_is_faster(shape: LayerShape, dtype: torch.dtype, device: torch.devic
     """Whether `varlen_attn` runs, agrees with the Triton kernels, with and without a window, and takes less time."""
     if device.type != "cuda":
         return False
-    probe = _Probe.make(shape, dtype, device, block_size)
+    probe = Probe.make(shape, dtype, device, block_size)
     try:
         for window in (None, 17):
             variant = AttentionVariant(shape.key_size**-0.5, window)
@@ -172,7 +172,7 @@ def _varlen_is_faster(shape: LayerShape, dtype: torch.dtype, device: torch.devic
     return varlen_ms < triton_ms
 
 
-class _Probe(NamedTuple):
+class Probe(NamedTuple):
     """A drawn step whose cache is full of drawn keys and values."""
 
     query: torch.Tensor
@@ -180,7 +180,7 @@ class _Probe(NamedTuple):
     plan: CudaPlan
 
     @classmethod
-    def make(cls, shape: LayerShape, dtype: torch.dtype, device: torch.device, block_size: int) -> _Probe:
+    def make(cls, shape: LayerShape, dtype: torch.dtype, device: torch.device, block_size: int) -> Probe:
         flat = probe_batch(block_size)
         num_blocks = 1 + max(chain.from_iterable(flat.block_tables))
         generator = torch.Generator(device).manual_seed(0)
