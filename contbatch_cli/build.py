@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from contbatch_cli.data import model_store
 from contbatch_cli.data.chat_template import ChatTemplate, split_reasoning
 from contbatch_cli.data.detokenizer import StopStringRule
 from contbatch_cli.data.job_rows import JobRows, ReadRow, RowReader, Waiting
-from contbatch_cli.data.model_files import ModelInfo
+from contbatch_cli.data.model_files import ModelInfo, fingerprint
 from contbatch_cli.data.prepare import ModelLimits, Preparer, SamplingDefaults
 from contbatch_cli.data.readers import InputOptions, read_rows
 from contbatch_cli.data.records import Completion
@@ -32,6 +32,7 @@ from contbatch_cli.data.sources import can_be_read_twice
 from contbatch_cli.data.template_rows import template_text
 from contbatch_cli.data.tokenizer import Tokenizer
 from contbatch_cli.engine import Clock, InferenceEngine, Runner
+from contbatch_cli.errors import UsageError
 from contbatch_cli.sizing import DeviceMemory, JobDemand, Sizes, block_size_of, most_blocks, resolve_sizes
 
 if TYPE_CHECKING:
@@ -44,11 +45,12 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """A model without its weights: what text, limits and sizes need."""
+    """A model without its weights: what text, limits and sizes need; and the directories of its adapters by name."""
 
     info: ModelInfo
     tokenizer: Tokenizer
     template: ChatTemplate
+    adapters: Mapping[str, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,8 @@ def open_model(config: ModelConfig, chat_template: Path | None = None) -> TextMo
     directory = model_store.resolve(config.name, config.revision)
     tokenizer = Tokenizer.from_directory(directory)
     template = ChatTemplate.from_directory(directory, tokenizer.special_tokens, chat_template)
-    return TextModel(ModelInfo.from_directory(directory), tokenizer, template)
+    adapters = {name: model_store.resolve_adapter(name, source) for name, source in config.adapters.items()}
+    return TextModel(ModelInfo.from_directory(directory), tokenizer, template, adapters)
 
 
 def text_settings(effective: Effective, inputs: Inputs, model: TextModel, kind: str) -> dict[str, object]:
@@ -111,6 +114,7 @@ def text_settings(effective: Effective, inputs: Inputs, model: TextModel, kind: 
         "model.revision": config.model.revision,
         "model.fingerprint": model.info.fingerprint,
         "model.dtype": dtype_name(config.model, kind, model.info),
+        "model.adapters": {name: fingerprint(path) for name, path in sorted(model.adapters.items())} or None,
         "engine.deterministic": config.engine.deterministic,
         **{f"sampling.{name}": value for name, value in asdict(config.sampling).items()},
         "--template": template_text(template) if template is not None else None,
@@ -214,6 +218,7 @@ def make_preparer(effective: Effective, model: TextModel, block_size: int, num_b
         block_size=block_size,
         num_blocks=num_blocks,
         eos_token_ids=_eos_token_ids(model),
+        adapters=frozenset(model.adapters),
     )
     defaults = SamplingDefaults(
         command_line=effective.command_line_sampling(),
@@ -238,19 +243,27 @@ def build_executor(job: Job) -> Executor:
 
     settings = job.config.model
     if job.config.engine.deterministic:
+        _refuse_adapters(job.model)
         settings = replace(settings, attention="deterministic")
-    loaded = load_model(job.model.info.path, settings)
+    loaded = load_model(job.model.info.path, settings, job.model.adapters)
     model, how = loaded.model, f"attention {loaded.attention_choice}"
     if job.config.engine.deterministic:
         model, tiles = make_deterministic(loaded.model, loaded.layers, loaded.dtype)
         how = f"deterministic: {tiles}"
     cache = KVCache(loaded.layers, job.sizes.num_blocks, job.sizes.block_size, loaded.dtype, loaded.device)
     masks = _grammar_masks(job, loaded.vocab_size)
-    runner = ModelRunner(model, cache, loaded.backend, Sampler(loaded.vocab_size, loaded.device, masks), loaded.device)
+    sampler = Sampler(loaded.vocab_size, loaded.device, masks)
+    runner = ModelRunner(model, cache, loaded.backend, sampler, loaded.device, loaded.adapters)
     splitting = SplittingRunner(runner, is_out_of_memory, lambda: release_unused(loaded.device))
     description = f"{loaded.dtype_choice} on {loaded.device_choice} ({loaded.device_choice.reason}), {how}"
     rules = (masks.stop_rule,) if masks is not None else ()
     return Executor(splitting, description, rules, LoneRunner(loaded, masks).first_divergence)
+
+
+def _refuse_adapters(model: TextModel) -> None:
+    """Tokens of one adapter are computed together, as many as the step happens to have: the opposite of what is promised."""
+    if model.adapters:
+        raise UsageError(f"engine.deterministic: cannot be had with model.adapters ({', '.join(sorted(model.adapters))})")
 
 
 def _grammar_masks(job: Job, vocab_size: int) -> GrammarMasks | None:
@@ -288,12 +301,16 @@ def header_lines(job: Job, executor: Executor) -> list[str]:
     info = job.model.info
     caching = "on" if shares_prefixes(job.config, info) else prefix_caching_off_reason(job.config, info)
     return [
-        f"model     {job.config.model.name}, {executor.description}",
+        f"model     {job.config.model.name}, {executor.description}{_adapters_clause(job.model)}",
         f"schedule  {job.config.scheduler.policy}, budget {sizes.token_budget:,} ({reasons['scheduler.token_budget']}), "
         f"batch {sizes.max_batch_size:,} ({reasons['scheduler.max_batch_size']}), order {job.order.value} ({job.order.reason})",
         f"cache     {sizes.num_blocks:,} blocks of {sizes.block_size} = {tokens:,} tokens "
         f"({reasons['cache.num_blocks']}), prefix cache {caching}",
     ]
+
+
+def _adapters_clause(model: TextModel) -> str:
+    return f", adapters {', '.join(sorted(model.adapters))}" if model.adapters else ""
 
 
 def prefix_caching_off_reason(config: Config, info: ModelInfo) -> str:

@@ -51,7 +51,7 @@ class LoneRunner:
         loaded = self._loaded
         num_blocks = -(-finished.num_tokens // BLOCK_SIZE)
         cache = KVCache(loaded.layers, num_blocks, BLOCK_SIZE, loaded.dtype, loaded.device)
-        runner = ModelRunner(loaded.model, cache, reference, self._sampler, loaded.device)
+        runner = ModelRunner(loaded.model, cache, reference, self._sampler, loaded.device, loaded.adapters)
         kv = KVCacheManager(num_blocks, BLOCK_SIZE, prefix_caching=False)
         scheduler = StallFreeScheduler(kv, finished.num_tokens, 1, lambda request: None)
         sampling = replace(finished.sampling, max_tokens=finished.num_output_tokens)

@@ -19,6 +19,7 @@ from contbatch_cli.core.scheduler import StallFreeScheduler
 from contbatch_cli.core.stop import standard_stop_rule
 from contbatch_cli.model.attention import ATTENTION_NAME, backend_named
 from contbatch_cli.model.kv_cache import KVCache, LayerShape
+from contbatch_cli.model.lora import Adapters
 from contbatch_cli.model.probe import layers_of
 from contbatch_cli.model.runner import ModelRunner
 from contbatch_cli.model.sampler import Sampler
@@ -108,18 +109,24 @@ def draw_setting(rng: random.Random, longest: int, **fixed: Any) -> Setting:
 
 
 def run_rows(
-    model: Any, shapes: Sequence[LayerShape], rows: Sequence[tuple[list[int], SamplingParams]], setting: Setting
+    model: Any,
+    shapes: Sequence[LayerShape],
+    rows: Sequence[tuple[list[int], SamplingParams]],
+    setting: Setting,
+    owners: Sequence[str | None] | None = None,
+    adapters: Adapters | None = None,
 ) -> Ran:
     """Every row to its end, the cache full of NaN at the start; scheduler and block manager check themselves after each
-    step."""
+    step. `owners` are the rows' adapters."""
     cache = KVCache(shapes, setting.num_blocks, setting.block_size, torch.float32, CPU)
     cache.fill(float("nan"))
     vocab_size = model.get_output_embeddings().weight.shape[0]
-    runner = ModelRunner(model, cache, backend_named(setting.backend), Sampler(vocab_size), CPU)
+    runner = ModelRunner(model, cache, backend_named(setting.backend), Sampler(vocab_size), CPU, adapters)
     manager = KVCacheManager(setting.num_blocks, setting.block_size, setting.prefix_caching)
     policy = RashScheduler if setting.is_rash else StallFreeScheduler
     scheduler = policy(manager, setting.token_budget, setting.max_batch_size, standard_stop_rule)
-    requests = {i: Request.from_prompt(RequestId(i), ids, params) for i, (ids, params) in enumerate(rows)}
+    names = owners or [None] * len(rows)
+    requests = {i: Request.from_prompt(RequestId(i), ids, params, names[i]) for i, (ids, params) in enumerate(rows)}
     for request in requests.values():
         scheduler.add_request(request)
     ran = Ran({}, requests, runner)
