@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from contbatch_cli import machine
 from contbatch_cli.config import Config, ModelConfig
 from contbatch_cli.config_files import Effective
+from contbatch_cli.core.divergence import Divergence
 from contbatch_cli.core.job_order import Choice, JobQueue, choose_order, shared_fraction
 from contbatch_cli.core.kv_cache_manager import KVCacheManager
 from contbatch_cli.core.policies import POLICIES
@@ -79,11 +80,15 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Executor:
-    """What executes a job's plans; `stop_rules` end rows by what it knows, `description` is for the header."""
+    """What executes a job's plans; `stop_rules` end rows by what it knows, `description` is for the header.
+
+    `first_divergence` runs a finished request again alone and says where it differs; it changes nothing of the run.
+    """
 
     runner: Runner
     description: str
     stop_rules: tuple[StopRule, ...] = ()
+    first_divergence: Callable[[Request], Divergence | None] | None = None
 
 
 BuildExecutor = Callable[[Job], Executor]
@@ -229,6 +234,7 @@ def build_executor(job: Job) -> Executor:
     from contbatch_cli.model.runner import ModelRunner
     from contbatch_cli.model.sampler import Sampler
     from contbatch_cli.model.splitting import SplittingRunner
+    from contbatch_cli.model.verification import LoneRunner
 
     settings = job.config.model
     if job.config.engine.deterministic:
@@ -243,7 +249,8 @@ def build_executor(job: Job) -> Executor:
     runner = ModelRunner(model, cache, loaded.backend, Sampler(loaded.vocab_size, loaded.device, masks), loaded.device)
     splitting = SplittingRunner(runner, is_out_of_memory, lambda: release_unused(loaded.device))
     description = f"{loaded.dtype_choice} on {loaded.device_choice} ({loaded.device_choice.reason}), {how}"
-    return Executor(splitting, description, (masks.stop_rule,) if masks is not None else ())
+    rules = (masks.stop_rule,) if masks is not None else ()
+    return Executor(splitting, description, rules, LoneRunner(loaded, masks).first_divergence)
 
 
 def _grammar_masks(job: Job, vocab_size: int) -> GrammarMasks | None:

@@ -40,3 +40,12 @@ def _cgroup_free_bytes(root: Path) -> int | None:
         return max(int(limit) - used, 0)
     except (OSError, ValueError):
         return None
+
+
+def gpu_name() -> str:
+    """The first NVIDIA device's name as its driver tells it, "cuda" where it does not."""
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("Model:"):
+                return line.removeprefix("Model:").strip()
+    return "cuda"

@@ -12,11 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from contbatch_cli.core.forecast import OutputLengths
 from contbatch_cli.core.request import FinishReason, Request, RequestId
 from contbatch_cli.engine import IterationReport
 from contbatch_cli.trace import TraceIteration
 
 RECENT_WINDOW_S = 10.0
+UNLIMITED = 1 << 30
 
 
 class LatencyHistogram:
@@ -129,6 +131,7 @@ class _Run(NamedTuple):
     start: int
     end: int
     samples: bool
+    max_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -137,6 +140,7 @@ class _InFlight:
 
     first_run_s: float
     computed: int
+    max_tokens: int | None = None
     first_token_s: float | None = None
     last_token_s: float = 0.0
     num_outputs: int = 0
@@ -179,6 +183,13 @@ class _RecentRate:
         span = self._steps[-1][1] - self._steps[0][0]
         return self._tokens / span if span > 0 else 0.0
 
+    @property
+    def step_s(self) -> float:
+        """Mean duration of those steps."""
+        if not self._steps:
+            return 0.0
+        return (self._steps[-1][1] - self._steps[0][0]) / len(self._steps)
+
 
 @dataclass(slots=True)
 class _Totals:
@@ -211,12 +222,13 @@ class Metrics:
         self._in_flight: dict[RequestId, _InFlight] = {}
         self._recent = _RecentRate()
         self._totals = _Totals()
+        self._lengths = OutputLengths()
         self.ttft = LatencyHistogram()
         self.itl = LatencyHistogram()
 
     def observe(self, report: IterationReport) -> dict[RequestId, RequestMetrics]:
         """Takes in one iteration; returns the metrics of the requests that finished in it and forgets them."""
-        runs = [_Run(s.request_id, s.start, s.start + len(s.tokens), s.samples) for s in report.batch.sequences]
+        runs = [_Run(s.request_id, s.start, s.end, s.samples, s.sampling.max_tokens) for s in report.batch.sequences]
         self._observe(report, runs, report.batch.num_tokens, report.batch.preempted)
         end_s = report.start_s + report.elapsed_s
         self._totals.duplicates += len(report.duplicates)
@@ -258,7 +270,7 @@ class Metrics:
 
     def _admit(self, run: _Run, start_s: float) -> _InFlight:
         """A first run that starts behind position 0 found the tokens before it in the prefix cache."""
-        state = self._in_flight[run.request_id] = _InFlight(first_run_s=start_s, computed=run.start)
+        state = self._in_flight[run.request_id] = _InFlight(start_s, run.start, run.max_tokens)
         self._totals.cached_tokens += run.start
         return state
 
@@ -305,6 +317,7 @@ class Metrics:
         if state is None:
             return RequestMetrics(None, None, None, None, end_s, 0, 0)
         totals.finished_output_tokens += state.num_outputs
+        self._lengths.observe(state.num_outputs)
         if state.first_token_s is None:
             totals.prompt_tokens += state.computed
         return state.metrics(end_s)
@@ -319,7 +332,10 @@ class Metrics:
         return self._recent.tokens_per_s
 
     def time_left_s(self) -> float | None:
-        """The work left at the recent speed, taking requests to be as long as those that finished; None while unknown."""
+        """The work left at the recent speed, or the longest request's steps if that is more; None while unknown.
+
+        Lengths are expected as the scheduler's admission expects them, from the requests that finished.
+        """
         done = self.num_finished
         if self.total_requests is None:
             return None
@@ -328,10 +344,15 @@ class Metrics:
         rate = self.recent_tokens_per_s
         if done == 0 or rate <= 0:
             return None
-        mean = self._totals.finished_output_tokens / done
-        in_flight = sum(max(mean - state.num_outputs, 1.0) for state in self._in_flight.values())
-        unseen = max(self.total_requests - done - len(self._in_flight), 0)
-        return (in_flight + unseen * mean) / rate
+        in_flight = [self._expected(state) for state in self._in_flight.values()]
+        unseen = max(self.total_requests - done - len(in_flight), 0)
+        work_s = (sum(in_flight) + unseen * self._totals.finished_output_tokens / done) / rate
+        return max(work_s, max(in_flight, default=0) * self._recent.step_s)
+
+    def _expected(self, state: _InFlight) -> int:
+        """Output tokens that a request still has to come, by what finished ones had."""
+        most = UNLIMITED if state.max_tokens is None else state.max_tokens
+        return self._lengths.expected(state.num_outputs, max(most - state.num_outputs, 1))
 
     def snapshot(self) -> MetricsSnapshot:
         """The state now."""

@@ -82,6 +82,12 @@ class OutputScript:
         script.description = f"{path} ({len(known):,} outputs)"
         return script
 
+    def again(self) -> OutputScript:
+        """The same script from its beginning, for another rehearsal."""
+        script = OutputScript(self.default_length, self.known)
+        script.description = self.description
+        return script
+
     @property
     def num_unknown(self) -> int:
         return len(self._unknown)

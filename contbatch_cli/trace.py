@@ -101,10 +101,19 @@ def _run_of(sequence: ScheduledSequence, name_of: NameOf) -> TraceRun:
     )
 
 
+def header_fields(config: Mapping[str, Any], device: Mapping[str, Any], rows: int | None, **more: Any) -> dict[str, Any]:
+    """What a trace's header holds. `config` has resolved values; `rows` is None when a pipe does not tell."""
+    return {"version": TRACE_VERSION, "config": dict(config), "device": dict(device), "rows": rows, **more}
+
+
 def header_line(config: Mapping[str, Any], device: Mapping[str, Any], rows: int | None, **more: Any) -> str:
-    """The first line of a trace, with its newline. `config` holds resolved values; `rows` is None when a pipe does not tell."""
-    header = {"version": TRACE_VERSION, "config": dict(config), "device": dict(device), "rows": rows, **more}
-    return _dumps({"header": header})
+    """The first line of a trace, with its newline; the arguments are those of `header_fields`."""
+    return format_header(header_fields(config, device, rows, **more))
+
+
+def format_header(fields: Mapping[str, Any]) -> str:
+    """The first line from a header's fields, such as those that were read back."""
+    return _dumps({"header": dict(fields)})
 
 
 def iteration_line(report: IterationReport, name_of: NameOf = no_name) -> str:

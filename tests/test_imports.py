@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "contbatch_cli"
 FOR_ALL = {"config", "errors", "units", "__init__"}
 CORE = {"core", *FOR_ALL}
-WIRED = {"config_schema", "config_files", "data", "engine", "metrics", "trace", "sizing", "cost_model", "simulate"}
+WIRED = {"config_schema", "config_files", "data", "engine", "metrics", "trace", "sizing", "cost_model", "simulate", "machine"}
 
 # What each part may import of the package. A part is a package, or a module of the top level.
 MAY_IMPORT = {
@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "config_files": {*FOR_ALL, "config_schema"},
     "sizing": CORE,
     "cost_model": CORE,
+    "machine": set[str](),
     "engine": CORE,
     "trace": {*CORE, "engine"},
     "metrics": {*CORE, "engine", "trace"},

@@ -15,6 +15,7 @@ from contbatch_cli.cli.live import STDERR, RunHeader, View, make_view
 from contbatch_cli.cli.output import Output, OutputOptions, claim_standard_output
 from contbatch_cli.cli.signals import Interrupted, Interrupts
 from contbatch_cli.cli.summary import RunSummary
+from contbatch_cli.cli.verify import Sample, verify
 from contbatch_cli.config_files import Effective
 from contbatch_cli.core.request import Request, RequestId
 from contbatch_cli.data.detokenizer import StopStringRule
@@ -95,6 +96,7 @@ class BatchRun:
         self._texts = StopStringRule(self._model.tokenizer)
         self._metrics = Metrics()
         self._first_metrics: dict[int, RequestMetrics] = {}
+        self._verified = Sample(asked.options.verify)
         self._is_executing = False
         options = asked.options
         fds = (descriptor, STDERR)
@@ -151,6 +153,9 @@ class BatchRun:
                     self._cancel_rest()
                     break
         self.view.finish(self._summary())
+        if self._asked.options.verify:
+            for line in verify(self._verified, executor, self._model.tokenizer.token_text):
+                self.view.message(line)
         recorder = self.recorder
         return ExitStatus.ROW_ERRORS if recorder.num_bad or recorder.num_cancelled else ExitStatus.OK
 
@@ -161,6 +166,8 @@ class BatchRun:
         rows = self.job.rows
         self._metrics.total_requests = rows.num_requests if rows.is_read else None
         request_metrics = self._metrics.observe(report)
+        for request in report.finished:
+            self._verified.offer(request)
         for request in (*report.finished, *report.duplicates):
             self._finish(request, request_metrics)
         self.view.iteration(report)

@@ -26,7 +26,7 @@ TIE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One schedule to show. `clock` says where its times come from; `iterations` is walked once.
+    """One schedule to show. `clock` says where its times come from; `iterations` is walked once, then `notes` is asked.
 
     `overrides` are the config keys in which it differs from the job's config, as strings (`scheduler.token_budget`, `128`).
     """
@@ -35,7 +35,7 @@ class Schedule:
     header: dict[str, Any]
     iterations: Iterable[TraceIteration]
     clock: str
-    notes: tuple[str, ...] = ()
+    notes: Callable[[], tuple[str, ...]] = tuple
     overrides: tuple[tuple[str, str], ...] = ()
 
 
@@ -44,6 +44,7 @@ class Result(NamedTuple):
 
     schedule: Schedule
     metrics: MetricsSnapshot
+    notes: tuple[str, ...]
 
 
 def open_console(file: Any = None) -> Console:
@@ -61,7 +62,7 @@ def walk(schedule: Schedule, consumers: Sequence[Callable[[TraceIteration], None
         metrics.observe_trace(iteration)
         for consume in consumers:
             consume(iteration)
-    return Result(schedule, metrics.snapshot())
+    return Result(schedule, metrics.snapshot(), schedule.notes())
 
 
 class IterationTable:
@@ -108,7 +109,7 @@ def print_summary(console: Console, result: Result) -> None:
     lines = [("makespan", f"{duration(result.metrics.elapsed_s)} ({result.schedule.clock})")]
     lines += [("rows", f"{result.metrics.done:,} done, at most {result.metrics.peak_running:,} at once")]
     lines += metric_lines(result.metrics)
-    lines += [("note", note) for note in result.schedule.notes]
+    lines += [("note", note) for note in result.notes]
     console.print()
     for label, text in lines:
         console.print(Text.assemble((f"{label:<9} ", "bold"), text), soft_wrap=True)
@@ -137,10 +138,10 @@ MEASURES = (
     Measure("makespan", "makespan", lambda m: m.elapsed_s, duration, -1),
     Measure("output tokens/s", "tokens/s", lambda m: m.output_tokens_per_s, three_figures, 1),
     Measure("ITL p50", "ITL p50", lambda m: m.itl_p50_s, duration, -1),
-    Measure("ITL p99", "p99", lambda m: m.itl_p99_s, duration, -1),
-    Measure("ITL max", "max", lambda m: m.itl_max_s, duration, -1),
+    Measure("ITL p99", "ITL p99", lambda m: m.itl_p99_s, duration, -1),
+    Measure("ITL max", "ITL max", lambda m: m.itl_max_s, duration, -1),
     Measure("TTFT p50", "TTFT p50", lambda m: m.ttft_p50_s, duration, -1),
-    Measure("TTFT p99", "p99", lambda m: m.ttft_p99_s, duration, -1),
+    Measure("TTFT p99", "TTFT p99", lambda m: m.ttft_p99_s, duration, -1),
     Measure("iterations", "iterations", lambda m: m.iterations, _count, -1),
     Measure("budget use", "use", lambda m: m.budget_use, _share, 0),
     Measure("peak blocks", "blocks", lambda m: m.peak_blocks, _count, 0),
@@ -221,7 +222,7 @@ def print_comparison(console: Console, results: Sequence[Result]) -> None:
     console.print()
     console.print(Text(f"* best of its kind. Take {best.schedule.title}: {reason}."), soft_wrap=True)
     console.print(Text(f"Times are {results[0].schedule.clock}."), soft_wrap=True)
-    for note in dict.fromkeys(note for result in results for note in result.schedule.notes):
+    for note in dict.fromkeys(note for result in results for note in result.notes):
         console.print(Text(note), soft_wrap=True)
     if best.schedule.overrides:
         console.print()

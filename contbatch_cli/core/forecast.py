@@ -15,8 +15,10 @@ from typing import NamedTuple
 from contbatch_cli.core.request import Request
 
 HISTORY = 512
-QUANTILE = 0.5
+QUANTILE = 0.4
 UNKNOWN_GROWTH = 64
+OVERCOMMIT = 1.02
+"""How far over the cache a forecast may be. Chosen with `QUANTILE` on drawn jobs: never to preempt would leave seats empty."""
 
 
 class OutputLengths:
@@ -35,16 +37,18 @@ class OutputLengths:
         insort(self._sorted, num_output_tokens)
 
     def remaining(self, request: Request) -> int:
-        """Expected number of tokens still to come, at least 1, at most what `max_tokens` leaves.
-
-        Certain when nothing but `max_tokens` can end the row. Otherwise the median of the finished lengths above what the row
-        has already; where none is above, as many again as it has.
-        """
-        done = request.num_output_tokens
+        """Expected number of tokens still to come: certain when nothing but `max_tokens` can end the row."""
         sampling = request.sampling
-        most = max(sampling.max_tokens - done, 1)
+        most = max(sampling.max_tokens - request.num_output_tokens, 1)
         if sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids:
             return most
+        return self.expected(request.num_output_tokens, most)
+
+    def expected(self, done: int, most: int) -> int:
+        """Expected number of tokens still to come of a row that has `done`, at least 1, at most `most`.
+
+        A quantile of the finished lengths above what the row has already; where none is above, as many again as it has.
+        """
         first_above = bisect_right(self._sorted, done)
         num_above = len(self._sorted) - first_above
         if num_above == 0:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from contbatch_cli.core.batch import BatchResult, Logits, ScheduledBatch, ScheduledSequence, SequenceResult
-from contbatch_cli.core.forecast import Demand, OutputLengths, peak_tokens
+from contbatch_cli.core.forecast import OVERCOMMIT, Demand, OutputLengths, peak_tokens
 from contbatch_cli.core.kv_cache_manager import KVCacheManager, PrefixHit
 from contbatch_cli.core.request import Finish, FinishReason, Request, RequestId
 
@@ -201,7 +201,7 @@ class StallFreeScheduler:
             return True
         if self._is_full:
             return False
-        self._is_full = self._forecast_blocks(request, needed) > kv.num_blocks
+        self._is_full = self._forecast_blocks(request, needed) > OVERCOMMIT * kv.num_blocks
         return not self._is_full
 
     def _forecast_blocks(self, request: Request, needed: int) -> int:

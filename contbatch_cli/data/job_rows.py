@@ -140,9 +140,12 @@ class JobRows:
         self._samples.extend(prepared.requests)
 
     def finish(self, request: Request) -> DoneRow | None:
-        """Take a finished request back; its row when it was the last of it."""
-        row = self._open[request.request_id.row]
-        if any(sample.finish is None for sample in row.requests):
+        """Take a finished request back; its row when it was the last of it.
+
+        Of samples that end in one step the first to be taken back gives the row.
+        """
+        row = self._open.get(request.request_id.row)
+        if row is None or any(sample.finish is None for sample in row.requests):
             return None
         self._names[row.row.index] = row.row.id
         if len(self._names) > NAMES_KEPT:

@@ -132,7 +132,8 @@ def _logprobs(name: str, value: Any) -> bool | int:
 
 def _response_format(name: str, value: Any) -> dict[str, Any]:
     """`{"type": T, ...}` with T one of `text`, `json_object`, `json_schema` (its `json_schema.schema`, as OpenAI has it),
-    `regex` (its `pattern`) and `choice` (its `choices`). Whether the schema can be used is for the grammar library to say.
+    `regex` (its `pattern`, also under the key `regex`) and `choice` (its `choices`). Whether the schema can be used is for the
+    grammar library to say.
     """
     kind = value.get("type") if type(value) is dict else None
     if kind in ("text", "json_object"):
@@ -143,7 +144,7 @@ def _response_format(name: str, value: Any) -> dict[str, Any]:
             return {"type": kind, "json_schema": spec}
         raise RowError("invalid_parameter", f'{name}: "json_schema" needs {{"schema": {{...}}}} inside "json_schema"')
     if kind == "regex":
-        return {"type": kind, "pattern": _text(f"{name}.pattern", value.get("pattern"))}
+        return {"type": kind, "pattern": _text(f"{name}.pattern", value.get("pattern", value.get("regex")))}
     if kind == "choice":
         choices = _texts(f"{name}.choices", value.get("choices"))
         if choices:

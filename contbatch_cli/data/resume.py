@@ -70,6 +70,7 @@ class ResumePlan:
 def start_output(output: OutputFile, settings: Mapping[str, Any]) -> None:
     """Writes the meta file of a fresh output, before its first record."""
     if output.is_regular:
+        _remove_temporaries(output.path)
         write_meta(output.path, settings)
 
 
@@ -95,6 +96,7 @@ def resume_output(
     pending = pending_path(output.path)
     if output.size or (pending.exists() and pending.stat().st_size):
         refuse_other_settings(output.path, settings)
+    _remove_temporaries(output.path)
     plan = ResumePlan()
     with _Records(output.path, pending) as records:
         places = _scan(records, plan)
@@ -268,5 +270,6 @@ def _temporary(path: Path) -> Path:
 
 
 def _remove_temporaries(path: Path) -> None:
+    """What a resume that was killed may have left; the lock says that nobody is at work on it."""
     for temporary in (_temporary(path), _temporary(pending_path(path))):
         temporary.unlink(missing_ok=True)

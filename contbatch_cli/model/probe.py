@@ -67,7 +67,7 @@ class ProbeStep:
         shape = LayerShape(query.shape[1], key.shape[1], key.shape[2], value.shape[2])
         self.calls.append(AttentionCall(layer_index, shape, variant))
         parts = zip(*(tensor.split(self.sequence_lens) for tensor in (query, key, value)), strict=True)
-        return torch.cat([attend_one(*part, variant) for part in parts]).to(query.dtype)
+        return torch.cat([attend_one(q, k, v, variant) for q, k, v in parts]).to(query.dtype)
 
 
 def check_class(config: PretrainedConfig, trust_remote_code: bool = False) -> bool:

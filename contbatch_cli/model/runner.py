@@ -14,10 +14,10 @@ import torch
 
 from contbatch_cli.core.batch import BatchResult, Logits, ScheduledBatch, ScheduledSequence, SequenceResult
 from contbatch_cli.core.gather import FlatBatch, flatten
-from contbatch_cli.core.request import TokenLogprob
 from contbatch_cli.errors import RowError
 from contbatch_cli.model.attention import AttentionBackend, CachedStep, attending
 from contbatch_cli.model.kv_cache import KVCache
+from contbatch_cli.model.sampler import prompt_logprobs
 from contbatch_cli.model.staging import to_device
 
 
@@ -25,16 +25,7 @@ class LogitsSampler(Protocol):
     """Turns logits into results."""
 
     def sample(self, logits: torch.Tensor, sequences: Sequence[ScheduledSequence]) -> Sequence[SequenceResult]:
-        """One result for each row of the float32 logits [S, V]; `sequences[i]` is row i's run."""
-        ...
-
-    def prompt_logprobs(
-        self, logits: torch.Tensor, next_ids: Sequence[int], num_top: int, start: int = 0
-    ) -> Sequence[TokenLogprob]:
-        """The log-probability of `next_ids[i]`, which follows position `start + i`, under row i of the float32 logits [n, V].
-
-        Each with the `num_top` most likely. Raises RowError `non_finite_logits`.
-        """
+        """One result for each row of the float32 logits [S, V], which may be changed; `sequences[i]` is row i's run."""
         ...
 
 
@@ -86,18 +77,13 @@ class ModelRunner:
         for i, sequence in enumerate(sequences):
             next_ids = _next_prompt_ids(sequence)
             if next_ids:
-                rows = logits[flat.logit_starts[i] :][: len(next_ids)].float()
-                results[i] = self._with_prompt_logprobs(results[i], sequence, rows, next_ids)
-
-    def _with_prompt_logprobs(
-        self, result: SequenceResult, sequence: ScheduledSequence, rows: torch.Tensor, next_ids: Sequence[int]
-    ) -> SequenceResult:
-        """A row whose prompt has logits without a distribution fails alone."""
-        try:
-            logprobs = self.sampler.prompt_logprobs(rows, next_ids, sequence.sampling.prompt_logprobs or 0, sequence.start)
-        except RowError as error:
-            return result._replace(error=f"{error.code}: {error.message}")
-        return result._replace(prompt_logprobs=tuple(logprobs))
+                rows = logits[flat.logit_starts[i] :][: len(next_ids)]
+                try:
+                    found = prompt_logprobs(rows, next_ids, sequence.sampling.prompt_logprobs or 0, sequence.start)
+                except RowError as error:
+                    results[i] = SequenceResult(error=f"{error.code}: {error.message}")
+                else:
+                    results[i] = results[i]._replace(prompt_logprobs=found)
 
 
 def _rows(logits: torch.Tensor, flat: FlatBatch) -> torch.Tensor:

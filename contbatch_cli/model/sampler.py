@@ -95,25 +95,6 @@ class Sampler:
             for i, token in enumerate(token_ids)
         ]
 
-    def prompt_logprobs(
-        self, logits: Tensor, next_ids: Sequence[int], num_top: int, start: int = 0
-    ) -> tuple[TokenLogprob, ...]:
-        """The log-probabilities of the prompt tokens after positions `start` to `start + N`, from the logits there, [N, V].
-
-        The first token of a prompt follows nothing and has none (None in the record). Worked through in pieces of 64 positions.
-        Raises RowError `non_finite_logits`, which names the position, for logits of which no distribution can be made.
-        """
-        found: list[TokenLogprob] = []
-        for begin in range(0, len(next_ids), LOGPROB_ROWS_AT_ONCE):
-            piece = logits[begin : begin + LOGPROB_ROWS_AT_ONCE].float()
-            largest = piece.amax(-1).tolist()
-            for i, value in enumerate(largest):
-                if not math.isfinite(value):
-                    raise RowError("non_finite_logits", f"prompt position {start + begin + i}: the largest logit is {value}")
-            tokens = list(next_ids[begin : begin + LOGPROB_ROWS_AT_ONCE])
-            found += token_logprobs(piece, tokens, [num_top] * len(tokens))
-        return tuple(found)
-
     def _special_rows(self, sequences: Sequence[ScheduledSequence], errors: dict[int, str]) -> list[list[int]]:
         """The rows that need more than an argmax, in pieces to work through together; refused ones are added to `errors`."""
         groups: dict[bool, list[int]] = {True: [], False: []}
@@ -288,3 +269,20 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[i
 
 def _finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
+
+
+def prompt_logprobs(logits: Tensor, next_ids: Sequence[int], num_top: int, start: int = 0) -> tuple[TokenLogprob, ...]:
+    """The log-probabilities of the prompt tokens after positions `start` to `start + N`, from the logits there, [N, V].
+
+    The first token of a prompt follows nothing and has none (None in the record). Worked through in pieces of 64 positions.
+    Raises RowError `non_finite_logits`, which names the position, for logits of which no distribution can be made.
+    """
+    found: list[TokenLogprob] = []
+    for begin in range(0, len(next_ids), LOGPROB_ROWS_AT_ONCE):
+        piece = logits[begin : begin + LOGPROB_ROWS_AT_ONCE].float()
+        for i, value in enumerate(piece.amax(-1).tolist()):
+            if not math.isfinite(value):
+                raise RowError("non_finite_logits", f"prompt position {start + begin + i}: the largest logit is {value}")
+        tokens = list(next_ids[begin : begin + LOGPROB_ROWS_AT_ONCE])
+        found += token_logprobs(piece, tokens, [num_top] * len(tokens))
+    return tuple(found)

@@ -24,7 +24,7 @@ from tests.fake_runs import FakeJob, reports
 
 def schedule(title: str = "stall_free", names: dict[int, str] | None = None, **job: int | float) -> Schedule:
     iterations = [iteration_of(report, (names or {}).get) for report in reports(FakeJob.drawn(1, 30, **job))]
-    return Schedule(title, {}, iterations, "estimated", ("a note",), (("scheduler.token_budget", title),))
+    return Schedule(title, {}, iterations, "estimated", lambda: ("a note",), (("scheduler.token_budget", title),))
 
 
 def table_lines(limit: int | None, **job: int | float) -> list[str]:

@@ -66,7 +66,7 @@ CHATS = {
     "turns": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b\n"}, {"role": "user", "content": "c"}],
     "prefill": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "The answer is "}],
     "nulls": [{"role": "user", "content": "a", "tool_calls": None}, {"role": "assistant", "content": "x", "name": None}],
-    "thinking": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning": "because"}],
+    "thinking": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "because"}],
     "many": [{"role": "user", "content": str(i)} for i in range(7)],
 }
 
@@ -119,6 +119,13 @@ def test_tool_calls_and_parts_equal_transformers(theirs):
         expected = theirs.apply_chat_template(messages, tokenize=False, tools=TOOLS, chat_template=WITH_TOOLS, **settings)
         assert ours(WITH_TOOLS).render(messages, tools=TOOLS, **settings) == expected
     assert expected.count("<b>time</b> & 日") == 2
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_of_earlier_turns_is_found_under_each_of_its_names(key):
+    messages = [{"role": "assistant", "content": "b", key: "because"}]
+    assert "<think>because</think>" in ours(WITH_REASONING).render(messages)
+    assert ours("{{ messages[0].thinking }}").render(messages) == "because"
 
 
 def test_there_is_exactly_one_bos():

@@ -160,7 +160,7 @@ def test_only_text_that_may_begin_a_stop_string_is_held_back():
 def generate(rule, ids, stop, prompt="Q: END", min_tokens=0, tokenizer=None):
     """Append ids one at a time as the scheduler does, asking the rule after each; returns the request as it ended."""
     tokenizer = tokenizer or default_tokenizer()
-    sampling = SamplingParams(stop=tuple(stop), min_tokens=min_tokens)
+    sampling = SamplingParams(stop=tuple(stop), min_tokens=min_tokens, eos_token_ids=(2,))
     request = Request.from_prompt(RequestId(0), tokenizer.encode(prompt), sampling)
     for token_id in ids:
         request.token_ids.append(token_id)

@@ -33,6 +33,7 @@ GOOD = [
     ({"prompt_logprobs": 2}, {"prompt_logprobs": 2}),
     ({"response_format": {"type": "text"}}, {}),
     ({"response_format": {"type": "json_object"}}, {"response_format": {"type": "json_object"}}),
+    ({"response_format": {"type": "regex", "regex": "a+"}}, {"response_format": {"type": "regex", "pattern": "a+"}}),
     ({"response_format": {"type": "choice", "choices": ["a"]}}, {"response_format": {"type": "choice", "choices": ["a"]}}),
     ({"adapter": "french"}, {"adapter": "french"}),
     ({"stop_on_repetition": True}, {"stop_on_repetition": True}),

@@ -56,7 +56,7 @@ def test_bos_follows_the_flag_and_llama_3_adds_it_by_default(flag, pre, first):
 
 
 def sentencepiece_by_hand(metadata, text):
-    """SentencePiece's BPE as its paper and source define it: join the neighbours whose union has the best score, leftmost first."""
+    """SentencePiece's BPE by definition: join the two neighbours whose union has the best score, the leftmost of equals."""
     tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
     score = {token: scores[i] for i, token in enumerate(tokens) if i >= 259}
     parts = list("▁" + text.replace(" ", "▁")) if text else []

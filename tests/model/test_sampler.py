@@ -15,7 +15,7 @@ from contbatch_cli.core.request import RequestId, SamplingParams
 from contbatch_cli.errors import RowError
 from contbatch_cli.model import logits_processors as ours
 from contbatch_cli.model import sampler as sampler_module
-from contbatch_cli.model.sampler import Sampler, gumbel, keyed_word
+from contbatch_cli.model.sampler import Sampler, gumbel, keyed_word, prompt_logprobs
 
 VOCAB = 301
 NUM_PROMPT = 12
@@ -439,18 +439,18 @@ def test_equal_logprobs_are_listed_by_id():
 def test_prompt_logprobs_in_pieces():
     logits = random_logits(150)
     next_ids = [(i * 37) % VOCAB for i in range(150)]
-    found = Sampler(VOCAB).prompt_logprobs(logits, next_ids, 2)
+    found = prompt_logprobs(logits, next_ids, 2)
     exact = torch.log_softmax(logits.double(), -1)
     assert [entry.token_id for entry in found] == next_ids
     for i, entry in enumerate(found):
         assert entry.logprob == pytest.approx(exact[i, next_ids[i]].item(), abs=1e-5)
         assert [token for token, _ in entry.top] == exact[i].topk(2).indices.tolist()
-    assert Sampler(VOCAB).prompt_logprobs(logits[100:], next_ids[100:], 2) == found[100:]
+    assert prompt_logprobs(logits[100:], next_ids[100:], 2) == found[100:]
 
 
 def test_prompt_logprobs_of_non_finite_logits_name_the_position():
     logits = random_logits(100)
     logits[70, 3] = float("nan")
     with pytest.raises(RowError, match="prompt position 1070") as caught:
-        Sampler(VOCAB).prompt_logprobs(logits, list(range(100)), 0, start=1000)
+        prompt_logprobs(logits, list(range(100)), 0, start=1000)
     assert caught.value.code == "non_finite_logits"
