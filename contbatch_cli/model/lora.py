@@ -75,7 +75,7 @@ class LoraConfig(NamedTuple):
     alphas: Mapping[str, float]
 
     def rank_of(self, module: str) -> int:
-        return _of_pattern(self.ranks, module, self.rank)
+        return int(_of_pattern(self.ranks, module, self.rank))
 
     def scale_of(self, module: str) -> float:
         """alpha / r, or alpha / sqrt(r) with rank stabilisation."""
@@ -131,9 +131,9 @@ class Adapters:
                 parts.setdefault(module, {})[name] = _fitted(model, name, module, part)
         self.names = frozenset(checkpoints)
         output = model.get_output_embeddings()  # type: ignore[operator]
-        for module_name, by_adapter in parts.items():
-            module = model.get_submodule(module_name)
-            module.register_forward_hook(_AdaptedLinear(module_name, by_adapter, module is output))
+        for name, by_adapter in parts.items():
+            linear = model.get_submodule(name)
+            linear.register_forward_hook(_AdaptedLinear(name, by_adapter, linear is output))
 
     def plan(self, sequences: Sequence[ScheduledSequence], flat: FlatBatch, device: torch.device) -> AdapterPlan | None:
         """Which rows of the step are whose; None when no sequence names an adapter."""

@@ -76,7 +76,8 @@ def run(loaded: LoadedModel, rows: Sequence[Row], seats: int, budget: int) -> Ou
         batch = scheduler.schedule_next_batch()
         scheduler.update(batch, runner.execute(batch))
         iterations += 1
-    return Outcome(time.perf_counter() - began, time.process_time() - cpu_began, iterations, [request.output_ids for request in requests])
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+    return Outcome(seconds, cpu_seconds, iterations, [request.output_ids for request in requests])
 
 
 def main() -> None:
