@@ -55,8 +55,7 @@ class RashScheduler(StallFreeScheduler):
     """Starts a request as soon as its known tokens fit, without a look ahead, so that running ones lose their blocks often."""
 
     def _has_room(self, request: Request, hit: PrefixHit) -> bool:
-        needed = self.kv.blocks_for(len(request.token_ids)) - len(hit.block_ids) + hit.num_free
-        return needed <= self.kv.num_free
+        return self.kv.has_room(len(request.token_ids), hit)
 
 
 @dataclass
