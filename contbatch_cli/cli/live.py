@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rich.console import Console, Group
@@ -19,7 +19,7 @@ from rich.text import Text
 
 from contbatch_cli.cli.figures import bar, clock_time, duration, join_fitting, printable, three_figures
 from contbatch_cli.cli.iteration_columns import row_text, table_columns, title_text
-from contbatch_cli.cli.live_region import Line, LiveRegion, TerminalSize, terminal_size, terminals_reflow, write_all
+from contbatch_cli.cli.live_region import Line, LiveRegion, TerminalSize, terminal_size, terminals_reflow, write_all, write_if_read
 from contbatch_cli.cli.summary import RunSummary, summary_lines
 from contbatch_cli.engine import IterationReport
 from contbatch_cli.metrics import Metrics, MetricsSnapshot
@@ -30,7 +30,7 @@ COST_SHARE = 0.01
 """The share of the run's time that drawing may take: a slow terminal is drawn less often."""
 PLAIN_INTERVAL_S = 10.0
 MAX_TABLE_ROWS = 10
-STDOUT, STDERR = 1, 2
+STDIN, STDOUT, STDERR = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +142,11 @@ class PlainView:
         write_all(self._stdout, data)
 
     def message(self, text: str) -> None:
-        write_all(self._stderr, (printable(text) + "\n").encode("utf-8", "backslashreplace"))
+        write_if_read(self._stderr, (printable(text) + "\n").encode("utf-8", "backslashreplace"))
 
     def finish(self, summary: RunSummary) -> None:
         if self._last is not None:
-            self._progress(self._last)
+            self._progress(replace(self._last, num_running=0, num_waiting=0))
         for label, text in summary_lines(summary):
             self.message(f"{label:<9} {text}")
 
