@@ -88,11 +88,9 @@ def open_output(name: str, mode: OpenMode, sources: Sequence[str] = ()) -> Outpu
         raise _exists(path)
     if mode == "new" and output.is_regular:
         meta_path(path).unlink(missing_ok=True)  # of an output that was removed
-    if not output.is_regular:
-        if mode == "resume":
-            output.close()
-            raise UsageError(f"{path}: only regular files can be resumed")
-        return output
+    if mode == "resume" and not output.is_regular:
+        output.close()
+        raise UsageError(f"{path}: only regular files can be resumed")
     return output
 
 
