@@ -19,7 +19,15 @@ from rich.text import Text
 
 from contbatch_cli.cli.figures import bar, clock_time, duration, join_fitting, printable, three_figures
 from contbatch_cli.cli.iteration_columns import row_text, table_columns, title_text
-from contbatch_cli.cli.live_region import Line, LiveRegion, TerminalSize, terminal_size, terminals_reflow, write_all, write_if_read
+from contbatch_cli.cli.live_region import (
+    Line,
+    LiveRegion,
+    TerminalSize,
+    terminal_size,
+    terminals_reflow,
+    write_all,
+    write_if_read,
+)
 from contbatch_cli.cli.summary import RunSummary, summary_lines
 from contbatch_cli.engine import IterationReport
 from contbatch_cli.metrics import Metrics, MetricsSnapshot

@@ -27,7 +27,7 @@ def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
     metrics = summary.metrics
     lines = [("rows", _rows_text(summary)), *metric_lines(metrics)]
     if summary.runaway_rows:
-        lines.append(("runaway", f"{summary.runaway_rows:,} rows ended in the same few tokens over and over"))
+        lines.append(("runaway", f"{summary.runaway_rows:,} rows ran on repeating themselves"))
     lines += [("note", note) for note in summary.notes]
     lines.append(("output", summary.output or "standard output"))
     return lines

@@ -17,9 +17,12 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from contbatch_cli import build
 from contbatch_cli.core.batch import BatchResult, ScheduledBatch, ScheduledSequence, SequenceResult
@@ -34,6 +37,7 @@ CHAT_TEMPLATE = (
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
 _MASK = (1 << 61) - 1
+ROOT = Path(__file__).parents[2]
 
 
 def write_model(directory: Path, context: int = 512) -> Path:
@@ -71,6 +75,40 @@ def write_model(directory: Path, context: int = 512) -> Path:
     settings = {"eos_token": EOS, "chat_template": CHAT_TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return directory
+
+
+def write_rows(path: Path, rows: Iterable[object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def read_records(source: Path | bytes) -> list[dict[str, Any]]:
+    """The records of a file or of standard output; every line is whole."""
+    content = source.read_bytes() if isinstance(source, Path) else source
+    assert not content or content.endswith(b"\n"), f"a torn end: {content[-80:]!r}"
+    return [json.loads(line) for line in content.splitlines()]
+
+
+def command(*arguments: object) -> list[str]:
+    """The command line of this program."""
+    return [sys.executable, "-m", "tests.cli.scripted", *map(str, arguments)]
+
+
+def environment(**script: object) -> dict[str, str]:
+    """The environment of a run: `STEP_S=0.01` and the like set what the runner does."""
+    return {**os.environ, **{f"SCRIPTED_{name}": str(value) for name, value in script.items()}}
+
+
+def generate(
+    *arguments: object, stdin: bytes = b"", script: Mapping[str, object] | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    """Runs `generate` to its end; no run of the tests leaves a traceback unless its runner was told to fail."""
+    script = script or {}
+    done = subprocess.run(
+        command("generate", *arguments), input=stdin, capture_output=True, env=environment(**script), cwd=ROOT, timeout=120
+    )
+    assert "FAIL_AT" in script or b"Traceback" not in done.stderr, done.stderr.decode()
+    return done
 
 
 class ScriptedRunner:
