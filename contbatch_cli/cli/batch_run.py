@@ -56,10 +56,11 @@ class RunRequest:
 def run(asked: RunRequest) -> ExitStatus:
     """The whole job; the status with which the process ends. Raises ContbatchError for what goes wrong as a whole."""
     began_s = time.monotonic()
+    descriptor = claim_standard_output(asked.output)  # first of all, while the closed ones are closed
     with Interrupts() as interrupts:
         try:
             with ExitStack() as stack:
-                return _run(asked, interrupts, stack, began_s)
+                return _run(asked, interrupts, stack, descriptor, began_s)
         except Interrupted:
             assert interrupts.status is not None
             if not asked.options.quiet:
@@ -74,8 +75,7 @@ def run(asked: RunRequest) -> ExitStatus:
             raise EngineError(f"the engine failed ({type(error).__name__}): {_how_to_go_on(asked)}") from None
 
 
-def _run(asked: RunRequest, interrupts: Interrupts, stack: ExitStack, began_s: float) -> ExitStatus:
-    descriptor = claim_standard_output(asked.output)
+def _run(asked: RunRequest, interrupts: Interrupts, stack: ExitStack, descriptor: int, began_s: float) -> ExitStatus:
     output = Output(asked.output, asked.inputs)
     stack.callback(output.close)
     with interrupts.may_raise():

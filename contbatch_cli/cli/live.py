@@ -6,6 +6,7 @@ output, and last the iteration: the table is then drawn right below them.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
@@ -89,6 +90,12 @@ def make_view(
 
 def _can_draw(fd: int) -> bool:
     return os.isatty(fd) and os.environ.get("TERM", "") not in ("dumb", "unknown", "") and sys.platform != "win32"
+
+
+def _drawing_console() -> Console:
+    """Lays out text for standard error's encoding. It writes to nowhere: Rich writes an empty text even when it captures."""
+    nowhere = io.TextIOWrapper(io.BytesIO(), encoding=getattr(sys.stderr, "encoding", None) or "utf-8")
+    return Console(file=nowhere, force_terminal=True, highlight=False, markup=False)
 
 
 def _same_terminal(one: int, other: int) -> bool:
@@ -202,7 +209,7 @@ class LiveView:
         self._clock = clock
         self._shares_terminal = _same_terminal(stdout, stderr)
         self._region = LiveRegion(stderr, lambda: terminal_size(stderr), terminals_reflow())
-        self._table = LiveTable(metrics, name_of, Console(file=sys.stderr, force_terminal=True, highlight=False, markup=False))
+        self._table = LiveTable(metrics, name_of, _drawing_console())
         self._recent: deque[IterationReport] = deque(maxlen=MAX_TABLE_ROWS)
         self._pending: list[bytes] = []
         self._due = clock()
