@@ -23,7 +23,7 @@ from contbatch_cli.data.chat_template import ChatTemplate, split_reasoning
 from contbatch_cli.data.detokenizer import StopStringRule
 from contbatch_cli.data.job_rows import JobRows, Patience, ReadRow, RowReader, Waiting, forever
 from contbatch_cli.data.model_files import ModelInfo
-from contbatch_cli.data.prepare import ModelLimits, Preparer, SamplingDefaults
+from contbatch_cli.data.prepare import ModelLimits, PreparedRow, Preparer, SamplingDefaults
 from contbatch_cli.data.readers import InputOptions, read_rows
 from contbatch_cli.data.records import Completion
 from contbatch_cli.data.response_format import grammar_text, has_grammar_support
@@ -195,16 +195,14 @@ def cache_limit(config: Config, model: TextModel, memory: DeviceMemory) -> tuple
     return block_size, most_blocks(config.cache, block_size * model.info.kv_bytes_per_token(dtype_bytes), memory)
 
 
-def check_rows(
-    effective: Effective, inputs: Inputs, model: TextModel, memory: DeviceMemory, on_fault: Callable[[RowFault], None]
-) -> None:
-    """Reads and prepares all rows and keeps none; each fault goes to `on_fault`. For inputs that can be read twice."""
+def prepared_rows(
+    effective: Effective, inputs: Inputs, model: TextModel, memory: DeviceMemory
+) -> Iterator[PreparedRow | RowFault]:
+    """All rows of the inputs, ready to run or not. Raises UsageError at once for what makes the run impossible."""
     block_size, limit = cache_limit(effective.config, model, memory)
     preparer = make_preparer(effective, model, block_size, int(limit.value))
-    for row in read_rows(inputs.sources, inputs.options):
-        found = preparer.prepare(row) if isinstance(row, Row) else row
-        if isinstance(found, RowFault):
-            on_fault(found)
+    rows = read_rows(inputs.sources, inputs.options)
+    return (preparer.prepare(row) if isinstance(row, Row) else row for row in rows)
 
 
 def build_engine(job: Job, runner: Runner, stop_rule: StopRule, clock: Clock) -> InferenceEngine:

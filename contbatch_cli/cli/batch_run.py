@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from contbatch_cli.config_files import Effective
 from contbatch_cli.core.request import Request, RequestId
 from contbatch_cli.data.detokenizer import StopStringRule
 from contbatch_cli.data.job_rows import OutOfTime
+from contbatch_cli.data.prepare import PreparedRow
 from contbatch_cli.data.recorder import Recorder
 from contbatch_cli.data.records import RecordOptions
 from contbatch_cli.data.rows import RowFault
@@ -140,8 +142,7 @@ class BatchRun:
         """Repair or begin the output, and read the first window of rows."""
         effective, inputs = self._asked.effective, self._asked.inputs
         memory = build.device_memory(effective.config.model, self._model.info)
-        if self._asked.options.on_error == "fail" and not inputs.are_live:
-            build.check_rows(effective, inputs, self._model, memory, self._on_fault)
+        self._check(build.prepared_rows(effective, inputs, self._model, memory))
         settings = build.text_settings(effective, inputs, self._model, memory.kind)
         self._output.begin(settings, self.view.record, self._descriptor)
         self.job = build.prepare_job(
@@ -154,6 +155,13 @@ class BatchRun:
             self._interrupts.may_raise,
             self._seconds_left,
         )
+
+    def _check(self, rows: Iterator[PreparedRow | RowFault]) -> None:
+        """Refuses what cannot run while the output is still as it was: with `--on-error fail` that is any bad row of a file."""
+        if self._asked.options.on_error == "fail" and not self._asked.inputs.are_live:
+            for row in rows:
+                if isinstance(row, RowFault):
+                    self._on_fault(row)
 
     def _on_fault(self, fault: RowFault) -> None:
         if self._asked.options.on_error == "fail":
