@@ -121,25 +121,30 @@ ALWAYS_INLINE void transpose(const float *const *rows, int offset, float *out) {
 #endif
 }
 
-/* Keys [count, D] at their places, to panels [ceil(count / PANEL)][D][PANEL]. What fills up the last panel is any number. */
-static void pack_keys(const float *const *keys, int count, int size, float *panels) {
+/* Keys [count, D] at their places, to panels [ceil(count / PANEL)][D][PANEL]. What fills up the last panel is any number.
+ * Meanwhile the keys at `next` [TILE_KEYS] come into the second-level cache. */
+static void pack_keys(const float *const *keys, const float *const *next, int count, int size, float *panels) {
     for (int first = 0; first < count; first += LANES) {
         const float *rows[LANES];
         for (int j = 0; j < LANES; j++) rows[j] = keys[first + j < count ? first + j : first];
         float *out = panels + (size_t)(first / PANEL) * PANEL * size + first % PANEL;
         int i = 0;
-        for (; i + LANES <= size; i += LANES) transpose(rows, i, out + (size_t)i * PANEL);
+        for (; i + LANES <= size; i += LANES) {
+            for (int j = 0; j < LANES; j++) __builtin_prefetch(next[first + j] + i, 0, 2);
+            transpose(rows, i, out + (size_t)i * PANEL);
+        }
         for (; i < size; i++)
             for (int j = 0; j < LANES; j++) out[(size_t)i * PANEL + j] = rows[j][i];
     }
 }
 
-/* Values [count, E] at their places, to panels [ceil(E / PANEL)][TILE_KEYS][PANEL]. */
-static void pack_values(const float *const *values, int count, int size, float *panels) {
+/* Values [count, E] at their places, to panels [ceil(E / PANEL)][TILE_KEYS][PANEL]; those at `next` come into the cache. */
+static void pack_values(const float *const *values, const float *const *next, int count, int size, float *panels) {
     for (int first = 0; first < size; first += PANEL) {
         float *out = panels + (size_t)(first / PANEL) * TILE_KEYS * PANEL;
         if (first + PANEL <= size)
             for (int j = 0; j < count; j++) {
+                for (int i = 0; i < PANEL; i += 16) __builtin_prefetch(next[j] + first + i, 0, 2);
                 store(out + j * PANEL, load(values[j] + first));
                 store(out + j * PANEL + LANES, load(values[j] + first + LANES));
             }
@@ -230,20 +235,20 @@ static void finish_rows(const Attention *job, Unit unit, int kv_low, int kv_high
             }
 }
 
-/* One tile for one kv head: `rows` query rows from `first_row`, `count` keys from position `start`; `position` of the first row. */
+/* One tile for one kv head: `count` keys from position `start`, for `unit.count * G` rows from `first_row` on. `slots` are the
+ * tile's and then the next tile's. */
 static void attend_tile(const Attention *job, Unit unit, int kv, int first_row, int start, int count, const int64_t *slots,
                         Rows *rows) {
     const AttentionShape *shape = job->shape;
     int group = shape->heads / shape->kv_heads, num_rows = unit.count * group, columns = (int)whole(count, PANEL);
     int width = (int)whole(shape->value_size, PANEL);
-    const float *keys[TILE_KEYS], *values[TILE_KEYS];
-    for (int j = 0; j < count; j++) {
+    const float *keys[2 * TILE_KEYS], *values[2 * TILE_KEYS];
+    for (int j = 0; j < 2 * TILE_KEYS; j++) {
         keys[j] = job->keys + (slots[j] * shape->kv_heads + kv) * shape->key_size;
         values[j] = job->values + (slots[j] * shape->kv_heads + kv) * shape->value_size;
-        for (int i = 0; i < shape->value_size; i += 16) __builtin_prefetch(values[j] + i, 0, 3);
     }
     float *scores = rows->scores;
-    pack_keys(keys, count, shape->key_size, rows->keys);
+    pack_keys(keys, keys + TILE_KEYS, count, shape->key_size, rows->keys);
     score(shape, rows->queries + (size_t)first_row * shape->key_size, num_rows, rows->keys, count, scores);
     int run_start = job->step->context_lens[unit.sequence] -
                     (job->step->query_starts[unit.sequence + 1] - job->step->query_starts[unit.sequence]);
@@ -256,8 +261,16 @@ static void attend_tile(const Attention *job, Unit unit, int kv, int first_row, 
         weigh(scores + row * TILE_KEYS, columns, low, high, shape->softcap, rows->highest + place, rows->total + place,
               rows->sums + (size_t)place * width, width);
     }
-    pack_values(values, count, shape->value_size, rows->values);
+    pack_values(values, values + TILE_KEYS, count, shape->value_size, rows->values);
     add_values(shape, scores, num_rows, rows->values, count, rows->sums + (size_t)first_row * width);
+}
+
+/* The slots of TILE_KEYS positions from `start`; those from `end` on stand for nothing and name the last position's. */
+static void list_slots(const Step *step, const int32_t *table, int start, int end, int64_t *slots) {
+    for (int j = 0; j < TILE_KEYS; j++) {
+        int position = start + j < end ? start + j : end - 1;
+        slots[j] = (int64_t)table[position / step->block_size] * step->block_size + position % step->block_size;
+    }
 }
 
 /* One unit, kv heads `kv_low` to `kv_high` side by side, so that each block is read in one sweep. */
@@ -270,12 +283,14 @@ static void attend_unit(const Attention *job, Unit unit, int kv_low, int kv_high
     const int32_t *table = step->tables + step->table_starts[unit.sequence];
     int group_rows = unit.count * (shape->heads / shape->kv_heads);
     begin_rows(job, unit, kv_low, kv_high, rows);
-    for (int start = first / TILE_KEYS * TILE_KEYS; start < end; start += TILE_KEYS) {
-        int64_t slots[TILE_KEYS];
+    int64_t slots[2 * TILE_KEYS];
+    int start = first / TILE_KEYS * TILE_KEYS;
+    list_slots(step, table, start, end, slots);
+    for (; start < end; start += TILE_KEYS) {
+        list_slots(step, table, start + TILE_KEYS, end, slots + TILE_KEYS);
         int count = end - start < TILE_KEYS ? end - start : TILE_KEYS;
-        for (int j = 0; j < count; j++)
-            slots[j] = (int64_t)table[(start + j) / step->block_size] * step->block_size + (start + j) % step->block_size;
         for (int kv = kv_low; kv < kv_high; kv++) attend_tile(job, unit, kv, (kv - kv_low) * group_rows, start, count, slots, rows);
+        memcpy(slots, slots + TILE_KEYS, sizeof slots / 2);
     }
     finish_rows(job, unit, kv_low, kv_high, rows);
 }
