@@ -38,11 +38,27 @@ class NativeDecoderLayer(nn.Module):
         self._library = library
         self._index = index
         self._owned: list[torch.Tensor] = []
+        products = [
+            concatenated([parts.q, parts.k, parts.v]),
+            concatenated([parts.o]),
+            _gates(parts, library.panel // 2),
+            concatenated([parts.down]),
+        ]
+        packed = library.pack(*(weight for weight, _ in products))
+        epilogues = cpu_kernels.STORE, cpu_kernels.ADD, parts.epilogue, cpu_kernels.ADD
+        linears = [
+            cpu_kernels.Linear(
+                self._own(panels),
+                None if bias is None else self._own(whole_panels(library, bias)),
+                weight.shape[1],
+                weight.shape[0],
+                epilogue,
+            )
+            for panels, (weight, bias), epilogue in zip(packed, products, epilogues, strict=True)
+        ]
+        linears[2].n = parts.gate.out_features
         self._layer = cpu_kernels.Layer(
-            self._linear(*concatenated([parts.q, parts.k, parts.v]), cpu_kernels.STORE),
-            self._linear(parts.o.weight, parts.o.bias, cpu_kernels.ADD),
-            self._gates(parts),
-            self._linear(parts.down.weight, parts.down.bias, cpu_kernels.ADD),
+            *linears,
             *(None if norm is None else self._own(norm) for norm in parts.norms),
             parts.eps,
             parts.q.in_features,
@@ -84,19 +100,6 @@ class NativeDecoderLayer(nn.Module):
         self._owned.append(tensor)
         return tensor.data_ptr()
 
-    def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None, epilogue: int) -> cpu_kernels.Linear:
-        packed = self._own(self._library.pack(weight))
-        padded = None if bias is None else self._own(whole_panels(self._library, bias))
-        return cpu_kernels.Linear(packed, padded, weight.shape[1], weight.shape[0], epilogue)
-
-    def _gates(self, parts: LayerParts) -> cpu_kernels.Linear:
-        """Gate and up as one product: each panel holds half a panel of gate columns, then the same columns of up."""
-        half = self._library.panel // 2
-        weight, bias = concatenated([parts.gate, parts.up])
-        linear = self._linear(_interleaved(weight, half), None if bias is None else _interleaved(bias, half), parts.epilogue)
-        linear.n = parts.gate.out_features
-        return linear
-
 
 class LayerParts(NamedTuple):
     """What a decoder layer of the common kind consists of. `norms`: attention [hidden], MLP [hidden], query [D], key [D]."""
@@ -114,6 +117,12 @@ class LayerParts(NamedTuple):
     rotary_size: int
     shape_fields: tuple[float | None, ...]
     variant: AttentionVariant
+
+
+def _gates(parts: LayerParts, half: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gate and up as one product: each panel holds `half` gate columns and then the same columns of up."""
+    weight, bias = concatenated([parts.gate, parts.up])
+    return _interleaved(weight, half), None if bias is None else _interleaved(bias, half)
 
 
 def _interleaved(values: torch.Tensor, half: int) -> torch.Tensor:

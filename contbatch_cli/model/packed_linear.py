@@ -32,7 +32,7 @@ class NativeLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._library = library
-        self._packed = library.pack(weight)
+        (self._packed,) = library.pack(weight)
         self._bias = None if bias is None else whole_panels(library, bias)
         address = None if self._bias is None else self._bias.data_ptr()
         self._linear = cpu_kernels.Linear(self._packed.data_ptr(), address, self.in_features, self.out_features, cpu_kernels.STORE)

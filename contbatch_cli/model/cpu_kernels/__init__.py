@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_size_t, c_void_p
 from functools import lru_cache
 from pathlib import Path
 
@@ -72,6 +72,8 @@ class Library:
         self._handle.contbatch_init(*(openmp or (None, None, None)))
         self._handle.contbatch_pack.argtypes = [c_void_p, c_int, c_int, c_void_p]
         self._handle.contbatch_pack.restype = None
+        self._handle.contbatch_prefer_huge_pages.argtypes = [c_void_p, c_size_t]
+        self._handle.contbatch_prefer_huge_pages.restype = None
         self.linear = self._handle.contbatch_linear
         self.linear.argtypes = [POINTER(Linear), c_void_p, c_int, c_void_p, c_void_p, c_int]
         self.linear.restype = None
@@ -80,14 +82,24 @@ class Library:
         self.layer = self._handle.contbatch_layer
         self.layer.argtypes = [POINTER(Layer), POINTER(Step), *[c_void_p] * 6, c_int]
 
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """`weight` [N, K], float32, to panels [ceil(N / panel), K, panel], the last filled up with zeros."""
-        weight = weight.detach().contiguous()
-        assert weight.dtype == torch.float32 and weight.device.type == "cpu"
-        n, k = weight.shape
-        packed = torch.empty(-(-n // self.panel), k, self.panel)
-        self._handle.contbatch_pack(weight.data_ptr(), n, k, packed.data_ptr())
+    def pack(self, *weights: torch.Tensor) -> list[torch.Tensor]:
+        """Each weight [N, K], float32, to panels [ceil(N / panel), K, panel], the last filled up with zeros.
+
+        They lie side by side in one allocation, on huge pages where the system gives them.
+        """
+        shapes = [(-(-weight.shape[0] // self.panel), weight.shape[1], self.panel) for weight in weights]
+        memory = torch.empty(sum(n * k * width for n, k, width in shapes))
+        self.prefer_huge_pages(memory)
+        packed = [part.view(shape) for part, shape in zip(memory.split([n * k * w for n, k, w in shapes]), shapes, strict=True)]
+        for weight, panels in zip(weights, packed, strict=True):
+            weight = weight.detach().contiguous()
+            assert weight.dtype == torch.float32 and weight.device.type == "cpu"
+            self._handle.contbatch_pack(weight.data_ptr(), *weight.shape, panels.data_ptr())
         return packed
+
+    def prefer_huge_pages(self, tensor: torch.Tensor) -> None:
+        """Ask the system for huge pages under a tensor that nothing was written to yet: its reads then miss the TLB less."""
+        self._handle.contbatch_prefer_huge_pages(tensor.data_ptr(), tensor.nbytes)
 
 
 @lru_cache(maxsize=1)

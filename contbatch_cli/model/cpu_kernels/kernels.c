@@ -5,6 +5,7 @@
 #include "gemm.h"
 #include "attention.h"
 #include "layer.h"
+#include <sys/mman.h>
 #include <unistd.h>
 
 static Team team;
@@ -57,6 +58,16 @@ void contbatch_init(void *parallel, void *thread_num, void *num_threads) {
 int contbatch_panel(void) { return PANEL; }
 
 void contbatch_pack(const float *weight, int n, int k, float *packed) { pack_panels(weight, n, k, packed); }
+
+/* Advice only: the part of `memory` that consists of whole huge pages of 2 MiB. */
+void contbatch_prefer_huge_pages(char *memory, size_t bytes) {
+#ifdef MADV_HUGEPAGE
+    size_t huge = 1 << 21, skipped = (huge - (uintptr_t)memory % huge) % huge;
+    if (bytes >= skipped + huge) madvise(memory + skipped, (bytes - skipped) / huge * huge, MADV_HUGEPAGE);
+#else
+    (void)memory, (void)bytes;
+#endif
+}
 
 typedef struct {
     const Linear *linear;
