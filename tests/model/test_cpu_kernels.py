@@ -135,7 +135,8 @@ def test_swapped_layers_agree(name):
     for parameter in model.parameters():  # norms of 1 and biases of 0 would hide errors
         parameter.data.add_(0.1 * torch.randn_like(parameter))
     shapes = [call.shape for call in layers_of(model, CPU)]
-    batches = batch_of([(0, 9), (0, 1), (0, 30)], [(3, 1), (0,), (9, 8, 7, 6)]), batch_of([(9, 1), (1, 6), (30, 1)], [(3, 1), (0,), (9, 8, 7, 6)])
+    tables = [(3, 1), (0,), (9, 8, 7, 6)]
+    batches = batch_of([(0, 9), (0, 1), (0, 30)], tables), batch_of([(9, 1), (1, 6), (30, 1)], tables)
 
     def run(backend):
         cache = KVCache(shapes, 10, 8, torch.float32, CPU)
