@@ -252,6 +252,7 @@ def build_executor(job: Job) -> Executor:
     from contbatch_cli.model.kv_cache import KVCache
     from contbatch_cli.model.loading import load_model
     from contbatch_cli.model.memory import is_out_of_memory, release_unused
+    from contbatch_cli.model.packing import pack_model
     from contbatch_cli.model.runner import ModelRunner
     from contbatch_cli.model.sampler import Sampler
     from contbatch_cli.model.splitting import SplittingRunner
@@ -265,6 +266,8 @@ def build_executor(job: Job) -> Executor:
     if job.config.engine.deterministic:
         model, tiles = make_deterministic(loaded.model, loaded.layers, loaded.dtype)
         how = f"deterministic: {tiles}"
+    elif loaded.device.type == "cpu" and loaded.attention_choice in ("cpu", "cpu_native"):
+        how += f", {pack_model(model, loaded.attention_choice)}"
     cache = KVCache(loaded.layers, job.sizes.num_blocks, job.sizes.block_size, loaded.dtype, loaded.device)
     masks = _grammar_masks(job, loaded.vocab_size)
     runner = ModelRunner(model, cache, loaded.backend, Sampler(loaded.vocab_size, loaded.device, masks), loaded.device)
