@@ -18,6 +18,7 @@ from contbatch_cli.core.policies import POLICIES
 from contbatch_cli.core.request import Request
 from contbatch_cli.core.scheduler import StopRule
 from contbatch_cli.core.stop import first_of, repetition_rule, standard_stop_rule
+from contbatch_cli.core.windowed_cache import GroupedKVCacheManager, WindowedKVCacheManager, window_span
 from contbatch_cli.data import model_store
 from contbatch_cli.data.chat_template import ChatTemplate, split_reasoning
 from contbatch_cli.data.detokenizer import StopStringRule
@@ -33,7 +34,17 @@ from contbatch_cli.data.template_rows import template_text
 from contbatch_cli.data.tokenizer import Tokenizer
 from contbatch_cli.engine import Clock, InferenceEngine, Runner
 from contbatch_cli.errors import UsageError
-from contbatch_cli.sizing import DeviceMemory, JobDemand, Sizes, block_size_of, most_blocks, resolve_sizes
+from contbatch_cli.sizing import (
+    DeviceMemory,
+    JobDemand,
+    LayerWindows,
+    Sizes,
+    WindowShare,
+    block_size_of,
+    largest_step,
+    most_blocks,
+    resolve_sizes,
+)
 
 if TYPE_CHECKING:
     from contbatch_cli.model.grammar import LazyGrammarMasks
@@ -70,7 +81,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job ready to be executed, by a model or in a rehearsal."""
+    """A job ready to be executed, by a model or in a rehearsal. `windows`: which layers give back what they cannot read."""
 
     config: Config
     model: TextModel
@@ -79,6 +90,7 @@ class Job:
     order: Choice
     sizes: Sizes
     memory: DeviceMemory
+    windows: LayerWindows | None = None
 
     @property
     def has_work(self) -> bool:
@@ -182,7 +194,7 @@ def prepare_job(
     """
     config = effective.config
     block_size, limit = cache_limit(config, model, memory)
-    preparer = make_preparer(effective, model, block_size, int(limit.value))
+    preparer = make_preparer(effective, model, memory.kind, block_size, int(limit.value))
     reader = RowReader(remaining(read_rows(inputs.sources, inputs.options)), inputs.are_live, waiting, patience)
     rows = JobRows(reader, preparer.prepare, on_fault)
     queue = JobQueue(rows, config.scheduler.window)
@@ -190,14 +202,31 @@ def prepare_job(
     sizes = _sizes(config, block_size, limit, memory, window, queue.is_exhausted, model.info)
     order = _order(config, window, sizes)
     queue.set_order(order.value)
-    return Job(config, model, rows, queue, order, sizes, memory)
+    return Job(config, model, rows, queue, order, sizes, memory, layer_windows(model.info))
+
+
+def layer_windows(info: ModelInfo) -> LayerWindows | None:
+    """The layers whose window is shorter than the context, None when there are none. The longest window counts for all of them."""
+    windows = {i: window for i, window in enumerate(info.layer_windows) if window is not None and window < info.max_context}
+    return LayerWindows(max(windows.values()), frozenset(windows), info.num_layers) if windows else None
+
+
+def without_windows(job: Job) -> Job:
+    """The same with one pool of blocks for all layers, none of which gives blocks back before its row ends."""
+    return replace(job, windows=None, sizes=replace(job.sizes, num_window_blocks=0))
 
 
 def cache_limit(config: Config, model: TextModel, memory: DeviceMemory) -> tuple[int, Choice]:
     """The size of a block in tokens, and the most blocks. Raises UsageError when that is none."""
     block_size = int(block_size_of(config.cache).value)
-    dtype_bytes = DTYPE_BYTES[dtype_name(config.model, memory.kind, model.info)]
-    return block_size, most_blocks(config.cache, block_size * model.info.kv_bytes_per_token(dtype_bytes), memory)
+    info, windows = model.info, layer_windows(model.info)
+    layer_bytes = block_size * info.kv_bytes_per_token(DTYPE_BYTES[dtype_name(config.model, memory.kind, info)]) // info.num_layers
+    if windows is None or windows.are_all:
+        return block_size, most_blocks(config.cache, info.num_layers * layer_bytes, memory)
+    seats, budget = largest_step(config.scheduler, memory.kind)
+    num_own = len(windows.layers)
+    own = WindowShare(num_own * layer_bytes, seats * window_span(windows.window, budget, block_size))
+    return block_size, most_blocks(config.cache, (info.num_layers - num_own) * layer_bytes, memory, own)
 
 
 def prepared_rows(
@@ -205,7 +234,7 @@ def prepared_rows(
 ) -> Iterator[PreparedRow | RowFault]:
     """All rows of the inputs, ready to run or not. Raises UsageError at once for what makes the run impossible."""
     block_size, limit = cache_limit(effective.config, model, memory)
-    preparer = make_preparer(effective, model, block_size, int(limit.value))
+    preparer = make_preparer(effective, model, memory.kind, block_size, int(limit.value))
     rows = read_rows(inputs.sources, inputs.options)
     return (preparer.prepare(row) if isinstance(row, Row) else row for row in rows)
 
@@ -213,10 +242,21 @@ def prepared_rows(
 def build_engine(job: Job, runner: Runner, stop_rule: StopRule, clock: Clock) -> InferenceEngine:
     """The engine of a job, by its policy and sizes."""
     sizes = job.sizes
-    kv = KVCacheManager(sizes.num_blocks, sizes.block_size, shares_prefixes(job.config, job.model.info))
     policy = POLICIES[job.config.scheduler.policy]
-    return InferenceEngine(policy(kv, sizes.token_budget, sizes.max_batch_size, stop_rule), runner, job.queue, clock)
+    scheduler = policy(build_cache(job), sizes.token_budget, sizes.max_batch_size, stop_rule)
+    return InferenceEngine(scheduler, runner, job.queue, clock)
 
+
+def build_cache(job: Job) -> KVCacheManager | GroupedKVCacheManager:
+    """The cache's bookkeeping: one pool of blocks, or two where some layers see a window and others everything."""
+    sizes, windows = job.sizes, job.windows
+    size = sizes.block_size
+    if windows is None:
+        return KVCacheManager(sizes.num_blocks, size, shares_prefixes(job.config, job.model.info))
+    if windows.are_all:
+        return WindowedKVCacheManager(sizes.num_blocks, size, windows.window, sizes.token_budget)
+    own = WindowedKVCacheManager(sizes.num_window_blocks, size, windows.window, sizes.token_budget)
+    return GroupedKVCacheManager(KVCacheManager(sizes.num_blocks, size, prefix_caching=False), own)
 
 
 def complete(texts: StopStringRule, model: TextModel, request: Request, row: Row) -> Completion:
@@ -231,14 +271,16 @@ def complete(texts: StopStringRule, model: TextModel, request: Request, row: Row
     return Completion(request, content, reasoning)
 
 
-def make_preparer(effective: Effective, model: TextModel, block_size: int, num_blocks: int) -> Preparer:
-    """What turns rows into requests for this model, by the precedence of the contract."""
-    info = model.info
+def make_preparer(effective: Effective, model: TextModel, kind: str, block_size: int, num_blocks: int) -> Preparer:
+    """What turns rows into requests for this model on a device of that kind, by the precedence of the contract."""
+    info, windows = model.info, layer_windows(model.info)
+    _, budget = largest_step(effective.config.scheduler, kind)
     limits = ModelLimits(
         vocab_size=info.vocab_size,
         max_context=min(info.max_context, info.rope_limit_tokens or info.max_context),
         block_size=block_size,
         num_blocks=num_blocks,
+        most_row_blocks=window_span(windows.window, budget, block_size) if windows is not None and windows.are_all else None,
         eos_token_ids=_eos_token_ids(model),
         adapters=frozenset(model.adapters),
     )
@@ -255,7 +297,7 @@ def make_preparer(effective: Effective, model: TextModel, block_size: int, num_b
 def build_executor(job: Job) -> Executor:
     """The model with its weights on its device, its cache and its sampler. Imports torch."""
     from contbatch_cli.model.deterministic import make_deterministic
-    from contbatch_cli.model.kv_cache import KVCache
+    from contbatch_cli.model.kv_cache import KVCache, WindowPool
     from contbatch_cli.model.loading import load_model
     from contbatch_cli.model.memory import is_out_of_memory, release_unused
     from contbatch_cli.model.packing import pack_model
@@ -275,7 +317,9 @@ def build_executor(job: Job) -> Executor:
         how = f"deterministic: {tiles}"
     elif loaded.device.type == "cpu" and loaded.attention_choice in ("cpu", "cpu_native"):
         how += f", {pack_model(model, loaded.attention_choice)}"
-    cache = KVCache(loaded.layers, job.sizes.num_blocks, job.sizes.block_size, loaded.dtype, loaded.device)
+    _check_windows(job, loaded)
+    own = WindowPool(job.windows.layers, job.sizes.num_window_blocks) if job.windows and not job.windows.are_all else None
+    cache = KVCache(loaded.layers, job.sizes.num_blocks, job.sizes.block_size, loaded.dtype, loaded.device, own)
     masks = _grammar_masks(job, loaded.vocab_size)
     sampler = Sampler(loaded.vocab_size, loaded.device, masks)
     runner = ModelRunner(model, cache, loaded.backend, sampler, loaded.device, loaded.adapters)
@@ -292,6 +336,18 @@ def _plain(job: Job, loaded: LoadedModel) -> LoadedModel:
     if loaded.device.type != "cpu":
         return loaded
     return load_model(job.model.info.path, replace(job.config.model, attention="reference"), job.model.adapters)
+
+
+def _check_windows(job: Job, loaded: LoadedModel) -> None:
+    """A layer that reads further back than config.json says would read blocks that were given back."""
+    for layer in sorted(job.windows.layers) if job.windows else ():
+        assert job.windows is not None
+        window = loaded.windows[layer]
+        if window is None or window > job.windows.window:
+            raise UsageError(
+                f"model: layer {layer} of {job.config.model.name} sees {'all' if window is None else f'{window:,}'} tokens, "
+                f"a window of {job.windows.window:,} was read from its config.json"
+            )
 
 
 def _refuse_adapters(model: TextModel) -> None:
@@ -341,8 +397,18 @@ def header_lines(job: Job, executor: Executor) -> list[str]:
         f"schedule  {job.config.scheduler.policy}, budget {sizes.token_budget:,} ({reasons['scheduler.token_budget']}), "
         f"batch {sizes.max_batch_size:,} ({reasons['scheduler.max_batch_size']}), order {job.order.value} ({job.order.reason})",
         f"cache     {sizes.num_blocks:,} blocks of {sizes.block_size} = {tokens:,} tokens "
-        f"({reasons['cache.num_blocks']}), prefix cache {caching}",
+        f"({reasons['cache.num_blocks']}){_windows_clause(job)}, prefix cache {caching}",
     ]
+
+
+def _windows_clause(job: Job) -> str:
+    windows = job.windows
+    if windows is None:
+        return ""
+    if windows.are_all:
+        return f", for the last {windows.window:,} tokens of each row"
+    own = f"{job.sizes.num_window_blocks:,} for {len(windows.layers)} of {windows.num_layers} layers"
+    return f", {own} with a window of {windows.window:,}"
 
 
 def _adapters_clause(model: TextModel) -> str:
@@ -352,13 +418,14 @@ def _adapters_clause(model: TextModel) -> str:
 def prefix_caching_off_reason(config: Config, info: ModelInfo) -> str:
     if not config.cache.prefix_caching:
         return "off (cache.prefix_caching)"
-    num_windowed = sum(window is not None for window in info.layer_windows)
-    return f"off ({num_windowed} of {info.num_layers} layers see a sliding window)"
+    windows = layer_windows(info)
+    assert windows is not None
+    return f"off ({len(windows.layers)} of {info.num_layers} layers see a sliding window)"
 
 
 def shares_prefixes(config: Config, info: ModelInfo) -> bool:
     """Windowed layers may have dropped what a hit would need, so those models take no hits."""
-    return config.cache.prefix_caching and not any(window is not None for window in info.layer_windows)
+    return config.cache.prefix_caching and layer_windows(info) is None
 
 
 def _sizes(
@@ -367,7 +434,8 @@ def _sizes(
     shares = shares_prefixes(config, info) and shared_fraction(window, block_size) > 0
     demand = JobDemand([request.max_num_tokens for request in window], is_whole, shares, info.max_context)
     is_limit_set = config.cache.num_blocks != "auto" or config.cache.memory is not None
-    return resolve_sizes(config.scheduler, block_size, limit, memory.kind, demand, is_limit_set)
+    windows = layer_windows(info)
+    return resolve_sizes(config.scheduler, block_size, limit, memory.kind, demand, is_limit_set, windows)
 
 
 def _order(config: Config, window: list[Request], sizes: Sizes) -> Choice:

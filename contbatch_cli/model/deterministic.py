@@ -55,7 +55,9 @@ class TiledModel(torch.nn.Module):
         for first in range(0, num_tokens, self.rows):
             stop = min(first + self.rows, num_tokens)
             kept = logits_to_keep[(logits_to_keep >= first) & (logits_to_keep < stop)] - first
-            with attending(step._replace(plan=step.plan.tile(first, stop))):
+            own = step.window_plan
+            tile = step._replace(plan=step.plan.tile(first, stop), window_plan=own and own.tile(first, stop))
+            with attending(tile):
                 output = self.model(
                     input_ids=_padded(input_ids[:, first:stop], self.rows),
                     position_ids=_padded(position_ids[:, first:stop], self.rows),

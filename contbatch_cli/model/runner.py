@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from contbatch_cli.core.batch import BatchResult, Logits, ScheduledBatch, ScheduledSequence, SequenceResult
-from contbatch_cli.core.gather import FlatBatch, flatten
+from contbatch_cli.core.gather import FlatBatch, flatten, flatten_windows
 from contbatch_cli.errors import RowError
 from contbatch_cli.model.attention import AttentionBackend, CachedStep, attending
 from contbatch_cli.model.kv_cache import KVCache
@@ -71,7 +71,9 @@ class ModelRunner:
     def _forward(self, batch: ScheduledBatch, flat: FlatBatch) -> torch.Tensor:
         """The logits [L, V] of the step's logit rows."""
         ids, positions, rows = to_device([flat.input_ids, flat.position_ids, flat.logit_rows], torch.int64, self.device)
-        step = CachedStep(self.cache, self.backend, self.backend.prepare(flat, self.device))
+        plan = self.backend.prepare(flat, self.device)
+        own = self.backend.prepare(flatten_windows(batch, flat), self.device) if self.cache.window_layers else None
+        step = CachedStep(self.cache, self.backend, plan, own)
         changes = self.adapters.plan(batch.sequences, flat, self.device) if self.adapters is not None else None
         with attending(step), adapting(changes):
             output = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
