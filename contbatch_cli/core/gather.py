@@ -17,11 +17,12 @@ class FlatBatch(NamedTuple):
     """One iteration's tokens side by side, without padding. The lists are not to be changed.
 
     `input_ids`, `position_ids` and `slot_mapping` have length T; `slot_mapping` says where each token's key and value go:
-    `block_ids[place // block_size] * block_size + place % block_size`, no slot twice in a step, `place` being the position counted from
-    where the sequence's table begins. `query_starts` has length S + 1: sequence i owns the flat tokens `query_starts[i]` to
-    `query_starts[i + 1]`. `context_lens[i]` tokens of sequence i, from where its table begins, are in the cache once the step's keys and
-    values are written, its own last token being the newest. `block_tables[i]` covers them. `logit_rows` (length L) are the flat tokens that need the LM head, ascending; `logit_starts` (S + 1) says which
-    of those rows are whose. `sampling` are the sequences that sample, and `sample_rows` where in `logit_rows` each one's last
+    `block_ids[place // block_size] * block_size + place % block_size`, no slot twice in a step, `place` being the position
+    counted from where the sequence's table begins. `query_starts` has length S + 1: sequence i owns the flat tokens
+    `query_starts[i]` to `query_starts[i + 1]`. `context_lens[i]` tokens of sequence i, counted from where its table begins, are
+    in the cache once the step's keys and values are written, its own last token being the newest. `block_tables[i]` covers
+    them. `logit_rows` (length L) are the flat tokens that need the LM head, ascending; `logit_starts` (S + 1) says which of
+    those rows are whose. `sampling` are the sequences that sample, and `sample_rows` where in `logit_rows` each one's last
     token stands.
     """
 

@@ -49,8 +49,9 @@ class ChatRenderer(Protocol):
 class ModelLimits:
     """What the model and its cache can hold. None: not known or no limit.
 
-    `max_context` is in tokens, prompt and output together; `vocab_size` is the number of rows of the embedding. No row ever holds more
-    than `most_row_blocks` blocks, where all layers give back what is out of their window. `refused` names parameters that this run cannot honour, each with the reason.
+    `max_context` is in tokens, prompt and output together; `vocab_size` is the number of rows of the embedding. No row ever
+    holds more than `most_row_blocks` blocks, where all layers give back what is out of their window. `refused` names
+    parameters that this run cannot honour, each with the reason.
     """
 
     vocab_size: int

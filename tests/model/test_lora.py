@@ -17,11 +17,13 @@ from contbatch_cli.core.batch import Logits, ScheduledBatch, ScheduledSequence
 from contbatch_cli.core.gather import flatten
 from contbatch_cli.core.request import GREEDY, RequestId, SamplingParams
 from contbatch_cli.errors import UsageError
+from contbatch_cli.model import cpu_kernels
 from contbatch_cli.model.attention import ATTENTION_NAME
 from contbatch_cli.model.loading import load_model
 from contbatch_cli.model.lora import Adapters, read_checkpoint
+from contbatch_cli.model.packing import pack_model
 from tests.model.test_families import LOGIT_TOLERANCE, LogitsRecorder
-from tests.model.tiny import CPU, VOCAB_SIZE, draw_rows, draw_setting, one_thread, random_model, run_rows, shapes_of
+from tests.model.tiny import CPU, VOCAB_SIZE, Setting, draw_rows, draw_setting, one_thread, random_model, run_rows, shapes_of
 from tests.oracle import Comparison, greedy_alone
 
 __all__ = ["one_thread"]
@@ -253,3 +255,27 @@ def test_samples_of_one_prompt_keep_their_adapter(tmp_path):
         assert ran.outputs[i] == greedy_alone(one, prompt, 6).token_ids
     model.set_attn_implementation(ATTENTION_NAME)
     assert [ran.requests[i].num_cached_tokens for i in range(6)] == [0, 0, 0, 18, 18, 18]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu_native"])
+def test_a_packed_model_keeps_its_adapters(tmp_path, backend):
+    """Layers that an adapter changes are not swapped for kernels; packed linears, alone or fused, hand the hooks on."""
+    model = random_model(AutoConfig.for_model("llama", vocab_size=VOCAB_SIZE, **{**MODELS["llama"], "num_hidden_layers": 3}))
+    paths = {
+        "a": write_adapter(tmp_path / "a", model, 4, 8, "layers.0.self_attn.k_proj layers.1.mlp.up_proj lm_head"),
+        "b": write_adapter(tmp_path / "b", model, 2, 8, "layers.0.mlp.down_proj layers.0.self_attn.v_proj", seed=1),
+    }
+    rows = draw_rows(random.Random(3), 9, 20, 8)
+    owners = [None, "a", "b"] * 3
+    alone = {name: merged(model, path) for name, path in paths.items()} | {None: copy.deepcopy(model)}
+    for one in alone.values():
+        one.set_attn_implementation("eager")
+    shapes, adapters = shapes_of(model), load(model, paths)
+    packing = pack_model(model, backend)
+    if cpu_kernels.library() is not None:
+        assert packing.num_layers == (1 if backend == "cpu_native" else 0) and packing.num_linears > 4
+    comparison = Comparison()
+    ran = run_rows(model, shapes, rows, Setting(40, 9, 4, 200, backend=backend), owners, adapters)
+    for i, ((prompt, params), owner) in enumerate(zip(rows, owners, strict=True)):
+        comparison.add(f"row {i}", ran.outputs[i], greedy_alone(alone[owner], prompt, params.max_tokens))
+    comparison.check(backend)
