@@ -41,7 +41,12 @@ def config_of(name: str) -> Qwen3Config:
     if name == "toy":
         return TINY
     return Qwen3Config(
-        **SHAPES[name], num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=name == "0.6B", eos_token_id=None
+        **SHAPES[name],
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        tie_word_embeddings=name == "0.6B",
+        eos_token_id=None,
     )
 
 
@@ -119,7 +124,9 @@ def resolve_cache(built: Built, budget: int, seats: int, rows: list[Row]) -> tup
     return min(wanted, held), f"{held:,} blocks: {memory.reason}; the job can use {wanted:,}"
 
 
-def measure_engine(built: Built, rows: list[Row], budget: int, seats: int, bandwidth: float) -> tuple[dict[str, Any], list[list[int]]]:
+def measure_engine(
+    built: Built, rows: list[Row], budget: int, seats: int, bandwidth: float
+) -> tuple[dict[str, Any], list[list[int]]]:
     num_blocks, reason = resolve_cache(built, budget, seats, rows)
     runner = built.runner(num_blocks, BLOCK_SIZE)
     run_job(runner, [row._replace(num_new=2) for row in rows[:4]], budget, seats, num_blocks, BLOCK_SIZE)
@@ -177,7 +184,10 @@ def measure_model(name: str, device: torch.device, options: argparse.Namespace, 
             report["speedup"] = peer["seconds"] / report["even_lengths"]["seconds"] * (
                 report["even_lengths"]["output_tokens"] / max(peer["output_tokens"], 1)
             )  # fmt: skip
-        print(f"{name} even lengths: {json.dumps({key: value for key, value in report.items() if key != 'mixed_lengths'})}", flush=True)
+        print(
+            f"{name} even lengths: {json.dumps({key: value for key, value in report.items() if key != 'mixed_lengths'})}",
+            flush=True,
+        )
     return report
 
 
@@ -187,7 +197,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--shortest", type=int, default=100)
     parser.add_argument("--longest", type=int, default=1024)
-    parser.add_argument("--even-length", type=int, default=256, help="output tokens of each row when compared with transformers")
+    parser.add_argument(
+        "--even-length", type=int, default=256, help="output tokens of each row when compared with transformers"
+    )
     parser.add_argument("--budget", type=int, default=8192)
     parser.add_argument("--seats", type=int, default=256)
     parser.add_argument("--no-peer", dest="peer", action="store_false")
