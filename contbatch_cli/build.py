@@ -265,7 +265,7 @@ def build_executor(job: Job) -> Executor:
     loaded = load_model(job.model.info.path, settings)
     model, how = loaded.model, f"attention {loaded.attention_choice}"
     if job.config.engine.deterministic:
-        model, tiles = make_deterministic(loaded.model, loaded.layers, loaded.dtype)
+        model, tiles = make_deterministic(loaded.model, loaded.layers, loaded.dtype, job.sizes.token_budget)
         how = f"deterministic: {tiles}"
     elif loaded.device.type == "cpu" and loaded.attention_choice in ("cpu", "cpu_native"):
         how += f", {pack_model(model, loaded.attention_choice)}"
