@@ -39,11 +39,15 @@ class LatencyHistogram:
         self.total_s = 0.0
         self.min_s = math.inf
         self.max_s = 0.0
+        self._last_s = math.nan
+        self._last_bucket = 0
 
     def add(self, duration_s: float, count: int = 1) -> None:
         """Counts `count` durations of the same length."""
-        bucket = int(math.log(max(duration_s, self.LEAST_S) / self.LEAST_S) / self._log_growth)
-        self._counts[min(bucket, len(self._counts) - 1)] += count
+        if duration_s != self._last_s:  # the rows of a step mostly share one duration
+            bucket = int(math.log(max(duration_s, self.LEAST_S) / self.LEAST_S) / self._log_growth)
+            self._last_s, self._last_bucket = duration_s, min(bucket, len(self._counts) - 1)
+        self._counts[self._last_bucket] += count
         self.count += count
         self.total_s += duration_s * count
         self.min_s = min(self.min_s, duration_s)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -31,6 +32,9 @@ from contbatch_cli.engine import IterationReport
 from contbatch_cli.errors import ContbatchError, EngineError, ExitStatus, UsageError
 from contbatch_cli.metrics import Metrics, RequestMetrics
 from contbatch_cli.trace import header_line, iteration_line
+
+
+COLLECT_AFTER_OBJECTS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +84,31 @@ def run(asked: RunRequest) -> ExitStatus:
 def _run(asked: RunRequest, interrupts: Interrupts, stack: ExitStack, descriptor: int, began_s: float) -> ExitStatus:
     output = Output(asked.output, asked.inputs)
     stack.callback(output.close)
+    stack.enter_context(collector_at_rest())
     with interrupts.may_raise():
         batch_run = BatchRun(asked, output, interrupts, descriptor, began_s)
         stack.callback(batch_run.close)
         batch_run.prepare()
         executor = build.build_executor(batch_run.job) if batch_run.job.has_work else None
+    gc.freeze()
     if executor is not None:
         batch_run.execute(executor)
     return batch_run.finish(executor)
+
+
+@contextmanager
+def collector_at_rest() -> Iterator[None]:
+    """Keeps the cyclic collector from walking over rows and model again and again: neither has cycles, and both live long.
+
+    What is frozen within (`gc.freeze`) is freed like anything else once nothing refers to it.
+    """
+    threshold = gc.get_threshold()
+    gc.set_threshold(COLLECT_AFTER_OBJECTS, *threshold[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*threshold)
+        gc.unfreeze()
 
 
 def _how_to_go_on(asked: RunRequest) -> str:
