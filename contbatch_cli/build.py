@@ -127,7 +127,7 @@ def text_settings(effective: Effective, inputs: Inputs, model: TextModel, kind: 
 
 
 def device_kind(config: ModelConfig) -> str:
-    """"cpu" or "cuda", as far as it can be told without torch."""
+    """ "cpu" or "cuda", as far as it can be told without torch."""
     if config.device == "auto":
         return "cuda" if machine.has_cuda() else "cpu"
     return config.device.partition(":")[0]
@@ -217,7 +217,6 @@ def build_engine(job: Job, runner: Runner, stop_rule: StopRule, clock: Clock) ->
     kv = KVCacheManager(sizes.num_blocks, sizes.block_size, shares_prefixes(job.config, job.model.info))
     policy = POLICIES[job.config.scheduler.policy]
     return InferenceEngine(policy(kv, sizes.token_budget, sizes.max_batch_size, stop_rule), runner, job.queue, clock)
-
 
 
 def complete(texts: StopStringRule, model: TextModel, request: Request, row: Row) -> Completion:

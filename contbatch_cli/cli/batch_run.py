@@ -33,7 +33,6 @@ from contbatch_cli.errors import ContbatchError, EngineError, ExitStatus, UsageE
 from contbatch_cli.metrics import Metrics, RequestMetrics
 from contbatch_cli.trace import header_line, iteration_line
 
-
 COLLECT_AFTER_OBJECTS = 1_000_000
 
 

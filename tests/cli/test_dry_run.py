@@ -27,7 +27,14 @@ def line(text, label):
 
 def test_rows_are_counted_by_kind_and_errors_by_code(model, tmp_path):
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-    rows = [{"prompt": "a"}, {"prompt": "b"}, chat, {"prompt_token_ids": [1]}, *[{"prompt": ""}] * 5, {"prompt": "c", "top_k": "x"}]
+    rows = [
+        {"prompt": "a"},
+        {"prompt": "b"},
+        chat,
+        {"prompt_token_ids": [1]},
+        *[{"prompt": ""}] * 5,
+        {"prompt": "c", "top_k": "x"},
+    ]
     rows.append({"custom_id": "q", "method": "POST", "url": "/v1/chat/completions", "body": chat})
     text = report(model, write_rows(tmp_path / "rows.jsonl", rows), status=1)
     assert line(text, "rows") == "rows      11: 2 text, 1 chat, 1 token ids, 1 OpenAI chat, 6 bad"

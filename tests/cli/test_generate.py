@@ -52,8 +52,21 @@ def test_one_record_for_each_row(run, tmp_path):
 
 def test_bad_rows_fail_alone(run, tmp_path):
     source = tmp_path / "rows.jsonl"
-    lines = [b'{"prompt":"a"}', b'{"prompt":', b"", b"[1]", b'"\xff"', b'{"prompt":"a","max_tokns":3}', b'{"prompt":"a","top_p":7}']
-    lines += [b'{"prompt":""}', b'{"messages":[{"role":"odd","content":""}]}', b'{"id":"x","prompt":"a"}', b'{"id":"x","prompt":"a"}']
+    lines = [
+        b'{"prompt":"a"}',
+        b'{"prompt":',
+        b"",
+        b"[1]",
+        b'"\xff"',
+        b'{"prompt":"a","max_tokns":3}',
+        b'{"prompt":"a","top_p":7}',
+    ]
+    lines += [
+        b'{"prompt":""}',
+        b'{"messages":[{"role":"odd","content":""}]}',
+        b'{"id":"x","prompt":"a"}',
+        b'{"id":"x","prompt":"a"}',
+    ]
     lines += [b'{"prompt":"a","max_tokens":600}', b'{"prompt":"last"}']
     source.write_bytes(b"\n".join(lines))
     done = run(source)
@@ -128,7 +141,12 @@ def test_openai_rows_give_openai_lines(run, tmp_path):
     rows = [
         {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat},
         {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "hi", "max_tokens": 5}},
-        {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "hi", "max_tokens": -5}},
+        {
+            "custom_id": "c",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": "m", "prompt": "hi", "max_tokens": -5},
+        },
     ]
     done = run(file_of(tmp_path, *rows))
     assert done.status == 1
