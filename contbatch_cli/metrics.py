@@ -71,8 +71,7 @@ class LatencyHistogram:
         return self.total_s / self.count if self.count else None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestMetrics:
+class RequestMetrics(NamedTuple):
     """One finished request. None where it never got so far (`ttft_s` without a token, `itl_s` with fewer than two).
 
     `queue_s` is arrival to first run, `prefill_s` first run to first token, `ttft_s` their sum, `itl_s` the mean gap between
@@ -89,7 +88,7 @@ class RequestMetrics:
 
     def as_record(self) -> dict[str, float | int | None]:
         """The record's `metrics` object; seconds to the microsecond."""
-        return {name: _rounded(getattr(self, name)) for name in self.__dataclass_fields__}
+        return {name: _rounded(value) for name, value in self._asdict().items()}
 
 
 def _rounded(value: float | int | None) -> float | int | None:
@@ -262,7 +261,10 @@ class Metrics:
         num_outputs = 0
         for run in runs:
             state = self._in_flight.get(run.request_id) or self._admit(run, step.start_s)
-            self._count_recomputed(state, run)
+            if run.start < state.computed:
+                self._count_recomputed(state, run)
+            if run.end > state.computed:
+                state.computed = run.end
             if run.samples:
                 num_outputs += 1
                 self._count_token(state, run, end_s)
@@ -290,11 +292,8 @@ class Metrics:
 
     def _count_recomputed(self, state: _InFlight, run: _Run) -> None:
         again = min(run.end, state.computed) - run.start
-        if again > 0:
-            state.num_recomputed_tokens += again
-            self._totals.recomputed_tokens += again
-        if run.end > state.computed:
-            state.computed = run.end
+        state.num_recomputed_tokens += again
+        self._totals.recomputed_tokens += again
 
     def _count_token(self, state: _InFlight, run: _Run, end_s: float) -> None:
         if state.first_token_s is None:

@@ -224,9 +224,13 @@ def test_stop_strings_end_rows(run, tmp_path):
 
 
 def test_token_ids_and_metrics_on_demand(run, tmp_path):
-    done = run(file_of(tmp_path, *prompts(3)), "--set", "output.token_ids=true", "--set", "output.metrics=true")
+    rows = [*prompts(3), {"prompt": "x", "n": 3}, *[{"prompt": f"y{i}", "n": 4, "temperature": 1.0} for i in range(20)]]
+    settings = ("--set", "output.token_ids=true", "--set", "output.metrics=true", "--set", "cache.num_blocks=20")
+    done = run(file_of(tmp_path, *rows), *settings)
+    assert done.status == 0, done.errors
     for record in done.records:
-        assert len(record["token_ids"]) == record["usage"]["completion_tokens"]
+        choices = record.get("choices", [record])
+        assert sum(len(choice["token_ids"]) for choice in choices) == record["usage"]["completion_tokens"]
         assert record["metrics"]["e2e_s"] >= record["metrics"]["ttft_s"] > 0
 
 
