@@ -114,7 +114,7 @@ def run_rows(
     step."""
     cache = KVCache(shapes, setting.num_blocks, setting.block_size, torch.float32, CPU)
     cache.fill(float("nan"))
-    vocab_size = model.get_output_embeddings().weight.shape[0]
+    vocab_size = model.get_input_embeddings().weight.shape[0]
     runner = ModelRunner(model, cache, backend_named(setting.backend), Sampler(vocab_size), CPU)
     manager = KVCacheManager(setting.num_blocks, setting.block_size, setting.prefix_caching)
     policy = RashScheduler if setting.is_rash else StallFreeScheduler
