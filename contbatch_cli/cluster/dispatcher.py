@@ -18,7 +18,7 @@ from typing import NamedTuple
 from contbatch_cli.core.job_order import common_prefix
 from contbatch_cli.core.request import Request, RequestId
 
-RUNS_PER_REPLICA = 4
+RUNS_PER_REPLICA = 2
 """Into how many runs for each replica the rows at hand are cut."""
 SHELF_ROWS = 4096
 SHELF_ROWS_PER_SEAT = 8
