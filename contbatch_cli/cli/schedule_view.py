@@ -86,7 +86,8 @@ class IterationTable:
 
     def finish(self) -> None:
         """Prints what was held back, behind a line that says how many are left out."""
-        left_out = self._num_seen - (self._head or self._num_seen) - len(self._tail)
+        num_printed = self._num_seen if self._head is None else self._head
+        left_out = self._num_seen - num_printed - len(self._tail)
         if left_out > 0:
             self._print(Text(f"        … {left_out:,} more (--iterations N shows more)", "dim"))
         for iteration in self._tail:

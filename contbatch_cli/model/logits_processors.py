@@ -197,7 +197,7 @@ def top_k_filter(scores: Tensor, top_k: Sequence[float]) -> Tensor:
 
 
 _WEIGHT_UNITS = 2.0**34
-_DEPTHS = (256, 2048)
+_DEPTHS = (128, 1024, 8192)
 
 
 def top_p_filter(scores: Tensor, top_p: Sequence[float]) -> Tensor:

@@ -46,7 +46,7 @@ def test_piped_tables_are_plain_and_have_one_line_an_iteration() -> None:
     assert all(len(line) <= 140 for line in lines)
 
 
-@pytest.mark.parametrize("limit", [1, 4, 10, 10_000])
+@pytest.mark.parametrize("limit", [0, 1, 4, 10, 10_000])
 def test_a_limit_shows_the_first_and_the_last_iterations(limit: int) -> None:
     everything, lines = table_lines(None), table_lines(limit)
     shown = [line for line in lines[1:] if "more (--iterations" not in line]
