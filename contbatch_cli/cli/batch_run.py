@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from contbatch_cli import build
+from contbatch_cli.build_replicas import Replicas, open_replicas
 from contbatch_cli.cli.live import STDERR, RunHeader, View, make_view
 from contbatch_cli.cli.output import Output, OutputOptions, claim_standard_output
 from contbatch_cli.cli.signals import Interrupted, Interrupts
@@ -63,8 +64,9 @@ def run(asked: RunRequest, build_executor: build.BuildExecutor = build.build_exe
             with interrupts.may_raise():
                 batch_run = BatchRun(asked, output, interrupts, descriptor)
                 stack.callback(batch_run.view.close)
-                batch_run.prepare()
-                executor = build_executor(batch_run.job)
+                replicas = stack.enter_context(open_replicas(asked.effective.config, batch_run.view.message, interrupts.may_raise))
+                batch_run.prepare(replicas)
+                executor = replicas.executor(batch_run.job) if replicas else build_executor(batch_run.job)
             return batch_run.execute(executor, began_s)
         except Interrupted:
             assert interrupts.status is not None
@@ -116,10 +118,12 @@ class BatchRun:
     def _name_of(self, index: int) -> str | int | None:
         return self.job.rows.name_of(index)
 
-    def prepare(self) -> None:
+    def prepare(self, replicas: Replicas | None = None) -> None:
         """Repair or begin the output, and read the first window of rows."""
         effective = self._asked.effective
-        memory = build.device_memory(effective.config.model, self._model.info)
+        memory = (
+            replicas.memory(self._model) if replicas else build.device_memory(effective.config.model, self._model.info)
+        )
         settings = build.text_settings(effective, self._asked.inputs, self._model, memory.kind)
         self._output.begin(settings, self.view.record, self._descriptor)
         self.job = build.prepare_job(
@@ -143,7 +147,7 @@ class BatchRun:
         self._is_executing = True
         job = self.job
         self.view.start(RunHeader(tuple(build.header_lines(job, executor)), job.rows.num_rows if job.rows.is_read else None))
-        engine = build.build_engine(job, executor.runner, build.stop_rule(self._texts, executor), time.monotonic)
+        engine = build.engine_of(job, executor, build.stop_rule(self._texts, executor), time.monotonic)
         with self._trace() as trace:
             for report in engine.run():
                 self._take(report, trace)

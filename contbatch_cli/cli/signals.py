@@ -45,13 +45,13 @@ class Interrupts:
     @contextmanager
     def may_raise(self) -> Iterator[None]:
         """A signal that comes within, or came before, raises Interrupted."""
-        self._may_raise = True
+        outer, self._may_raise = self._may_raise, True
         try:
             if self.status is not None:
                 raise Interrupted
             yield
         finally:
-            self._may_raise = False
+            self._may_raise = outer
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.status is not None:

@@ -57,6 +57,11 @@ class ReplicaPool(Protocol):
         """How many replicas may still join."""
         ...
 
+    @property
+    def num_expected(self) -> int:
+        """For how many of them rows are to be kept."""
+        ...
+
     def step(self, replica: int, requests: Sequence[Request], limit_s: float, is_more: bool) -> None:
         """Ask a replica for a stretch, as `Replica.step`; returns at once."""
         ...
@@ -106,6 +111,7 @@ class ClusterEngine:
         self._max_attempts = max_attempts
         self._say = say
         self._clock = clock
+        self._began_s = 0.0
         self._iterations = count()
         self._last_reason = "none has started"
         self.replicas: dict[int, ReplicaState] = {}
@@ -115,6 +121,7 @@ class ClusterEngine:
 
         Raises EngineError when no replica is left.
         """
+        self._began_s = self._clock()
         while True:
             self._take_rows()
             if not self._dispatcher.num_undispatched and not self._dispatcher.num_sent and self._is_at_end():
@@ -144,7 +151,7 @@ class ClusterEngine:
     def _submit(self) -> None:
         """Rows to the replicas that can be asked for a stretch, then a stretch of each that has rows to run."""
         dispatcher = self._dispatcher
-        dispatcher.num_starting = self._pool.num_starting
+        dispatcher.num_starting = self._pool.num_expected
         ready = [replica for replica in dispatcher.replicas if self.replicas[replica].num_in_flight < IN_FLIGHT]
         rows = {replica: requests for replica, requests in dispatcher.assign(ready)}
         is_more = dispatcher.num_undispatched > 0
@@ -187,7 +194,7 @@ class ClusterEngine:
                 outcome.fill_in(request)
                 finished.append(request)
         state.rows_done += len(finished)
-        return self._summed_report(replica, batch, finished, digest.token_budget, digest.start_s, digest.elapsed_s)
+        return self._summed_report(replica, batch, finished, digest.token_budget, digest.start_s - self._began_s, digest.elapsed_s)
 
     def _lose(self, event: Lost) -> Iterator[IterationReport]:
         self._last_reason = event.reason
@@ -203,7 +210,7 @@ class ClusterEngine:
         for request in given_up:
             lost_outcome(request, self._max_attempts).fill_in(request)
         if given_up:
-            yield self._summed_report(replica, NOTHING, given_up, 0, self._clock(), 0.0)
+            yield self._summed_report(replica, NOTHING, given_up, 0, self._clock() - self._began_s, 0.0)
 
     def _set_state(self, replica: int, seats: int) -> None:
         """A replica begins anew, or is gone with no seats; what it has done stays counted."""

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from contbatch_cli.core.batch import Logits, ScheduledBatch, ScheduledSequence
+from contbatch_cli.core.divergence import Divergence
 from contbatch_cli.core.job_order import JobQueue
 from contbatch_cli.core.request import GREEDY, Finish, FinishReason, Request, RequestId, TokenLogprob
 from contbatch_cli.core.scheduler import StallFreeScheduler
@@ -57,7 +58,7 @@ class Outcome(NamedTuple):
 
 
 class IterationDigest(NamedTuple):
-    """One iteration of a replica in little room. Times in seconds since the job's run began.
+    """One iteration of a replica in little room. Times in seconds by the clock of whoever holds it.
 
     `runs` is a packed array of 64-bit integers, five for each run: row, sample, start, length, and 2 * samples + is_decode.
     """
@@ -118,10 +119,22 @@ class Inbox:
 
 
 class Replica:
-    """An engine that runs when it is told to. `clock` tells the seconds since the job's run began."""
+    """An engine that runs when it is told to. `forget` is told of rows that have ended.
 
-    def __init__(self, scheduler: StallFreeScheduler, runner: Runner, clock: Clock) -> None:
+    `first_divergence` runs a finished request again alone and says where it differs, if there is something that can.
+    """
+
+    def __init__(
+        self,
+        scheduler: StallFreeScheduler,
+        runner: Runner,
+        clock: Clock,
+        forget: Callable[[RequestId], None] = lambda request_id: None,
+        first_divergence: Callable[[Request], Divergence | None] | None = None,
+    ) -> None:
+        self.first_divergence = first_divergence
         self._scheduler = scheduler
+        self._forget = forget
         self._clock = clock
         self._inbox = Inbox()
         queue = JobQueue(self._inbox, window=1, merges_duplicates=False)
@@ -143,6 +156,8 @@ class Replica:
         digests = []
         for report in self._engine.run():
             digests.append(self._digest(report, began_s))
+            for request in report.finished:
+                self._forget(request.request_id)
             if self._clock() - began_s >= limit_s or (self._is_hungry and (is_more or report.finished)):
                 break
         return digests

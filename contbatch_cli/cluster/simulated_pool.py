@@ -33,6 +33,10 @@ class SimulatedPool:
         self._events: list[tuple[float, int, Event]] = []
         self.num_starting = len(replicas)
 
+    @property
+    def num_expected(self) -> int:
+        return self.num_starting
+
     def step(self, replica: int, requests: Sequence[Request], limit_s: float, is_more: bool) -> None:
         engine, clock = self._replicas[replica]
         clock.advance(max(self._now_s - clock(), 0.0))
