@@ -181,7 +181,7 @@ class RayPool:
             if member.probe is not None and not member.is_gone:
                 self._call(member, "load", sizes)
         while not self._descriptions:
-            if not self.num_starting:
+            if not any(member.is_starting for member in self._members):
                 self._raise_why()
             self._events += self._wait()
         return next(iter(self._descriptions.values()))
@@ -213,7 +213,8 @@ class RayPool:
 
     @property
     def num_starting(self) -> int:
-        return sum(member.is_starting for member in self._members)
+        untold = sum(isinstance(event, Joined) for event in self._events)
+        return untold + sum(member.is_starting for member in self._members)
 
     @property
     def num_expected(self) -> int:

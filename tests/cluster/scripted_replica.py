@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from contbatch_cli import build
@@ -29,12 +30,20 @@ class DeadlyRunner(ScriptedRunner):
         return super().execute(batch)
 
 
+def _scripted_settings() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("SCRIPTED_")}
+
+
+@dataclass(frozen=True)
 class ScriptedReplicaBuilder(ModelReplicaBuilder):
-    """Everything but the model is the product's."""
+    """Everything but the model is the product's. The settings travel from the process that dispatches."""
+
+    settings: dict[str, str] = field(default_factory=_scripted_settings)
 
     def executor(self, job: build.Job) -> build.Executor:
         import ray
 
+        os.environ.update(self.settings)
         build_scripted_executor(job)
         directory = os.environ.get("SCRIPTED_PIDS")
         if directory is not None:
