@@ -35,7 +35,7 @@ from contbatch_cli.engine import Clock, Engine, InferenceEngine, Runner
 from contbatch_cli.sizing import DeviceMemory, JobDemand, Sizes, block_size_of, most_blocks, resolve_sizes
 
 if TYPE_CHECKING:
-    from contbatch_cli.model.grammar import GrammarMasks
+    from contbatch_cli.model.grammar import LazyGrammarMasks
 
 PROMPT_END_TOKENS = 16
 """How much of a prompt is looked at for an opening that its template wrote."""
@@ -270,13 +270,15 @@ def build_executor(job: Job) -> Executor:
     return Executor(splitting, description, rules, LoneRunner(loaded, masks).first_divergence)
 
 
-def _grammar_masks(job: Job, vocab_size: int) -> GrammarMasks | None:
+def _grammar_masks(job: Job, vocab_size: int) -> LazyGrammarMasks | None:
     """What holds rows to their `response_format`, where the grammar library is installed."""
     if not has_grammar_support():
         return None
-    from contbatch_cli.model.grammar import GrammarMasks
+    from contbatch_cli.model.grammar import GrammarMasks, LazyGrammarMasks
 
-    return GrammarMasks(job.model.tokenizer.backend.to_str(), vocab_size, _eos_token_ids(job.model), grammar_text)
+    tokenizer_json = job.model.tokenizer.backend.to_str
+    eos_token_ids = _eos_token_ids(job.model)
+    return LazyGrammarMasks(lambda: GrammarMasks(tokenizer_json(), vocab_size, eos_token_ids, grammar_text))
 
 
 def _eos_token_ids(model: TextModel) -> tuple[int, ...]:

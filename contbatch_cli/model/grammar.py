@@ -163,6 +163,29 @@ class GrammarMasks:
         return matcher
 
 
+class LazyGrammarMasks:
+    """GrammarMasks that are made, which takes up to a second, when the first row needs them."""
+
+    def __init__(self, make: Callable[[], GrammarMasks]) -> None:
+        self._make = make
+        self._masks: GrammarMasks | None = None
+
+    def _made(self) -> GrammarMasks:
+        if self._masks is None:
+            self._masks = self._make()
+        return self._masks
+
+    def prepare(self, rows: Sequence[ScheduledSequence]) -> None:
+        if self._masks is not None or any(row.sampling.response_format is not None for row in rows):
+            self._made().prepare(rows)
+
+    def apply(self, logits: Tensor, rows: Sequence[ScheduledSequence]) -> dict[int, str]:
+        return self._masks.apply(logits, rows) if self._masks is not None else {}
+
+    def stop_rule(self, request: Request) -> Finish | None:
+        return self._made().stop_rule(request) if request.sampling.response_format is not None else None
+
+
 def _add_end_token(tokenizer: tokenizers.Tokenizer) -> int:
     """Gives the tokenizer of a model without EOS an id for the end of the text, above all of its own: the library needs one.
 
