@@ -123,7 +123,7 @@ def text_settings(effective: Effective, inputs: Inputs, model: TextModel, kind: 
 
 
 def device_kind(config: ModelConfig) -> str:
-    """"cpu" or "cuda", as far as it can be told without torch."""
+    """ "cpu" or "cuda", as far as it can be told without torch."""
     if config.device == "auto":
         return "cuda" if machine.has_cuda() else "cpu"
     return config.device.partition(":")[0]
@@ -207,7 +207,6 @@ def build_scheduler(config: Config, sizes: Sizes, info: ModelInfo, stop_rule: St
     """The scheduler of one device, with its empty cache."""
     kv = KVCacheManager(sizes.num_blocks, sizes.block_size, shares_prefixes(config, info))
     return POLICIES[config.scheduler.policy](kv, sizes.token_budget, sizes.max_batch_size, stop_rule)
-
 
 
 def complete(texts: StopStringRule, model: TextModel, request: Request, row: Row) -> Completion:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from contbatch_cli import build
+from contbatch_cli.build import Executor, Job, TextModel
 from contbatch_cli.cluster.cluster_engine import ClusterEngine, ReplicaPool, ReplicaState
 from contbatch_cli.cluster.dispatcher import Dispatcher
 from contbatch_cli.cluster.ray_pool import Probe, RayPool
@@ -56,7 +57,7 @@ class ModelReplicaBuilder:
         scheduler = build.build_scheduler(self.config, sizes, model.info, build.stop_rule(texts, executor))
         return Replica(scheduler, executor.runner, clock, texts.forget, executor.first_divergence), executor.description
 
-    def executor(self, job: build.Job) -> build.Executor:
+    def executor(self, job: Job) -> Executor:
         """The model on its device, with this replica's part of the machine's cores."""
         import torch
 
@@ -64,7 +65,7 @@ class ModelReplicaBuilder:
         return build.build_executor(job)
 
 
-def _job_without_rows(config: Config, model: build.TextModel, sizes: Sizes) -> build.Job:
+def _job_without_rows(config: Config, model: TextModel, sizes: Sizes) -> Job:
     """A replica's part of a job: it is sent requests and reads no rows."""
 
     def no_row(row: Row) -> PreparedRow | RowFault:
@@ -72,7 +73,7 @@ def _job_without_rows(config: Config, model: build.TextModel, sizes: Sizes) -> b
 
     rows = JobRows(RowReader(iter(()), is_live=False), no_row, lambda fault: None)
     memory = build.device_memory(config.model, model.info)
-    return build.Job(config, model, rows, JobQueue(rows, 1), Choice("input", "as sent"), sizes, memory)
+    return Job(config, model, rows, JobQueue(rows, 1), Choice("input", "as sent"), sizes, memory)
 
 
 @contextmanager
@@ -102,21 +103,22 @@ class Replicas:
         self._say = say
         self._engine: ClusterEngine | None = None
 
-    def memory(self, model: build.TextModel) -> DeviceMemory:
+    def memory(self, model: TextModel) -> DeviceMemory:
         """What each replica will have: the least of any, where some share a machine's memory each with a part of it."""
         probes = self._pool.probes()
         kind = probes[0].memory.kind
         return DeviceMemory(kind, least_bytes(probes, build.weights_bytes(self._config.model, kind, model.info)))
 
-    def executor(self, job: build.Job) -> build.Executor:
+    def executor(self, job: Job) -> Executor:
         """Lets the replicas load; done once the first of them has."""
         description = self._pool.load(job.sizes)
         share = self._pool.share
         each = "a GPU each" if share.kind == "cuda" else f"{share.num_threads} threads each"
-        text = f"{share.num_replicas} replicas, {each}: {description}"
-        return build.Executor(None, text, make_engine=self._make_engine, first_divergence=self._pool.first_divergence)
+        replicas = "1 replica" if share.num_replicas == 1 else f"{share.num_replicas} replicas"
+        text = f"{replicas}, {each}: {description}"
+        return Executor(None, text, make_engine=self._make_engine, first_divergence=self._pool.first_divergence)
 
-    def _make_engine(self, job: build.Job, clock: Clock) -> Engine:
+    def _make_engine(self, job: Job, clock: Clock) -> Engine:
         self._engine = cluster_engine(job, self._pool, self._say, time.monotonic)
         return self._engine
 
@@ -138,7 +140,7 @@ def least_bytes(probes: list[Probe], weights_bytes: int) -> int:
     return max(min(free), 0)
 
 
-def cluster_engine(job: build.Job, pool: ReplicaPool, say: Say, clock: Clock) -> ClusterEngine:
+def cluster_engine(job: Job, pool: ReplicaPool, say: Say, clock: Clock) -> ClusterEngine:
     """The engine of a job that the replicas of a pool share."""
     max_attempts = job.config.cluster.max_attempts
     dispatcher = Dispatcher(job.order.value, job.sizes.block_size, max_attempts)
@@ -160,7 +162,7 @@ def rehearsed_replicas(config: Config) -> int:
     return config.cluster.replicas
 
 
-def simulated_engine(job: build.Job, script: OutputScript, cost: CostModel) -> ClusterEngine:
+def simulated_engine(job: Job, script: OutputScript, cost: CostModel) -> ClusterEngine:
     """The engine of a rehearsal with as many replicas as the config says."""
     replicas = [_simulated_replica(job, script, cost) for _ in range(rehearsed_replicas(job.config))]
     return cluster_engine(job, SimulatedPool(replicas), _never_said, lambda: 0.0)
@@ -170,7 +172,7 @@ def _never_said(message: str) -> None:
     raise AssertionError(f"a simulated replica was lost: {message}")
 
 
-def _simulated_replica(job: build.Job, script: OutputScript, cost: CostModel) -> tuple[Replica, SimulatedClock]:
+def _simulated_replica(job: Job, script: OutputScript, cost: CostModel) -> tuple[Replica, SimulatedClock]:
     clock = SimulatedClock()
     scheduler = build.build_scheduler(job.config, job.sizes, job.model.info, script.stop_rule)
     return Replica(scheduler, SimulatedRunner(script, cost, clock.advance), clock), clock

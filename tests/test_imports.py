@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "cluster": {*CORE, "engine", "sizing", "cluster"},
     "build": {*CORE, *WIRED},
     "build_replicas": {*CORE, *WIRED, "build", "cluster"},
-    "cli": {*CORE, *WIRED, "build", "build_replicas", "cli"},
+    "cli": {*CORE, *WIRED, "build", "build_replicas", "cluster", "cli"},
     "__main__": {"cli"},
 }
 # What may be imported where it is needed only, inside a function.

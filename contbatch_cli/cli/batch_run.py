@@ -14,6 +14,7 @@ from contbatch_cli import build
 from contbatch_cli.build_replicas import Replicas, open_replicas
 from contbatch_cli.cli.live import STDERR, RunHeader, View, make_view
 from contbatch_cli.cli.output import Output, OutputOptions, claim_standard_output
+from contbatch_cli.cli.replica_lines import live_lines
 from contbatch_cli.cli.signals import Interrupted, Interrupts
 from contbatch_cli.cli.summary import RunSummary
 from contbatch_cli.cli.verify import Sample, verify
@@ -64,7 +65,9 @@ def run(asked: RunRequest, build_executor: build.BuildExecutor = build.build_exe
             with interrupts.may_raise():
                 batch_run = BatchRun(asked, output, interrupts, descriptor)
                 stack.callback(batch_run.view.close)
-                replicas = stack.enter_context(open_replicas(asked.effective.config, batch_run.view.message, interrupts.may_raise))
+                replicas = stack.enter_context(
+                    open_replicas(asked.effective.config, batch_run.view.message, interrupts.may_raise)
+                )
                 batch_run.prepare(replicas)
                 executor = replicas.executor(batch_run.job) if replicas else build_executor(batch_run.job)
             return batch_run.execute(executor, began_s)
@@ -99,10 +102,17 @@ class BatchRun:
         self._metrics = Metrics()
         self._first_metrics: dict[int, RequestMetrics] = {}
         self._verified = Sample(asked.options.verify)
+        self._replicas: Replicas | None = None
         self._is_executing = False
         options = asked.options
-        fds = (descriptor, STDERR)
-        self.view: View = make_view(self._metrics, quiet=options.quiet, live=options.live, name_of=self._name_of, fds=fds)
+        self.view: View = make_view(
+            self._metrics,
+            quiet=options.quiet,
+            live=options.live,
+            name_of=self._name_of,
+            fds=(descriptor, STDERR),
+            more_lines=self._replica_lines,
+        )
         self.recorder = Recorder(
             RecordOptions(
                 self._model.tokenizer.token_bytes,
@@ -115,15 +125,16 @@ class BatchRun:
             lambda request, row: build.complete(self._texts, self._model, request, row),
         )
 
+    def _replica_lines(self) -> list[str]:
+        return live_lines(self._replicas.states) if self._replicas is not None else []
+
     def _name_of(self, index: int) -> str | int | None:
         return self.job.rows.name_of(index)
 
     def prepare(self, replicas: Replicas | None = None) -> None:
         """Repair or begin the output, and read the first window of rows."""
-        effective = self._asked.effective
-        memory = (
-            replicas.memory(self._model) if replicas else build.device_memory(effective.config.model, self._model.info)
-        )
+        effective, self._replicas = self._asked.effective, replicas
+        memory = replicas.memory(self._model) if replicas else build.device_memory(effective.config.model, self._model.info)
         settings = build.text_settings(effective, self._asked.inputs, self._model, memory.kind)
         self._output.begin(settings, self.view.record, self._descriptor)
         self.job = build.prepare_job(

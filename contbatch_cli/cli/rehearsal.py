@@ -23,6 +23,7 @@ from contbatch_cli.build import (
     resolved_config,
 )
 from contbatch_cli.build_replicas import memory_of_each, simulated_engine, wants_replicas
+from contbatch_cli.cli.replica_lines import ReplicaTotals
 from contbatch_cli.cli.schedule_view import Schedule
 from contbatch_cli.config import Config
 from contbatch_cli.config_files import Effective
@@ -65,12 +66,13 @@ class Rehearsals:
         faults: list[RowFault] = []
         job = prepare_job(effective, self.inputs, model, memory, faults.append)
         cost = cost_model(config, model.info, memory.kind)
+        totals = ReplicaTotals()
         return Schedule(
             title=title or config.scheduler.policy,
             header=header_fields(resolved_config(job), asdict(memory), job.rows.num_rows if job.rows.is_read else None),
-            iterations=_iterations(job, script, cost),
+            iterations=_iterations(job, script, cost, totals),
             clock=cost.source,
-            notes=lambda: _notes(config, memory, script, faults),
+            notes=lambda: (*totals.lines(), *_notes(config, memory, script, faults)),
             overrides=overrides,
         )
 
@@ -81,9 +83,11 @@ class Rehearsals:
         return self._models[key]
 
 
-def _iterations(job: Job, script: OutputScript, cost: CostModel) -> Iterator[TraceIteration]:
+def _iterations(job: Job, script: OutputScript, cost: CostModel, totals: ReplicaTotals) -> Iterator[TraceIteration]:
     for report in _engine(job, script, cost).run():
-        yield iteration_of(report, job.rows.name_of)
+        iteration = iteration_of(report, job.rows.name_of)
+        totals.add(iteration)
+        yield iteration
         for request in (*report.finished, *report.duplicates):
             job.rows.finish(request)
 

@@ -6,8 +6,9 @@ are in flight for each replica, so that one is there to begin when the other end
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple, Protocol
 
@@ -22,6 +23,7 @@ from contbatch_cli.errors import EngineError
 STRETCH_S = 0.1
 """How long a replica runs before it reports."""
 IN_FLIGHT = 2
+RECENT_ITERATIONS = 200
 NOTHING = ScheduledBatch((), 0)
 
 
@@ -84,6 +86,13 @@ class ReplicaState:
     num_blocks: int = 0
     rows_done: int = 0
     output_tokens: int = 0
+    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RECENT_ITERATIONS))
+    """When its last iterations ended, and how many tokens each gave."""
+
+    @property
+    def recent_tokens_per_s(self) -> float:
+        span_s = self.recent[-1][0] - self.recent[0][0] if self.recent else 0.0
+        return sum(tokens for _, tokens in list(self.recent)[1:]) / span_s if span_s > 0 else 0.0
 
     @property
     def is_lost(self) -> bool:
@@ -186,7 +195,9 @@ class ClusterEngine:
         state.num_running, state.num_waiting = digest.num_running, digest.num_waiting
         state.blocks_used, state.num_blocks = digest.blocks_used, digest.num_blocks
         batch = outlined_batch(digest)
-        state.output_tokens += sum(sequence.samples for sequence in batch.sequences)
+        num_tokens = sum(sequence.samples for sequence in batch.sequences)
+        state.output_tokens += num_tokens
+        state.recent.append((digest.start_s + digest.elapsed_s, num_tokens))
         finished = []
         for outcome in digest.finished:
             request = self._dispatcher.finish(replica, outcome.request_id)
@@ -194,7 +205,9 @@ class ClusterEngine:
                 outcome.fill_in(request)
                 finished.append(request)
         state.rows_done += len(finished)
-        return self._summed_report(replica, batch, finished, digest.token_budget, digest.start_s - self._began_s, digest.elapsed_s)
+        return self._summed_report(
+            replica, batch, finished, digest.token_budget, digest.start_s - self._began_s, digest.elapsed_s
+        )
 
     def _lose(self, event: Lost) -> Iterator[IterationReport]:
         self._last_reason = event.reason

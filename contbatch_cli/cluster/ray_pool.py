@@ -163,7 +163,9 @@ class RayPool:
         Raises EngineError, or what a replica raised for the user, when none could start.
         """
         patience_ends_s = float("inf")
-        while any(member.probe is None and not member.is_gone for member in self._members) and time.monotonic() < patience_ends_s:
+        while (
+            any(member.probe is None and not member.is_gone for member in self._members) and time.monotonic() < patience_ends_s
+        ):
             self._events += self._wait()
             if patience_ends_s == float("inf") and self._probed():
                 patience_ends_s = time.monotonic() + PROBE_GRACE_S

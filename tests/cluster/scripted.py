@@ -1,6 +1,6 @@
 """A test-only program: the product's own command line, its replicas with the scripted runner.
 
-    python -m tests.cluster.scripted generate --replicas 2 ...
+python -m tests.cluster.scripted generate --replicas 2 ...
 """
 
 from __future__ import annotations

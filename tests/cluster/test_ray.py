@@ -132,12 +132,12 @@ def texts(tmp_path_factory: pytest.TempPathFactory, model: Path) -> list[str]:
 
 
 def test_the_text_does_not_depend_on_the_number_of_replicas(runs: Runs, texts: list[str]) -> None:
-    for replicas in ("1", "3"):
+    for replicas, described in (("1", "1 replica, 2 threads each"), ("3", "3 replicas, 1 threads each")):
         output, messages = runs.run("--replicas", replicas)
         found = records_of(output)
         assert [record["index"] for record in found] == list(range(ROWS))
         assert [record["text"] for record in found] == texts
-        assert f"{replicas} replicas, 1 threads each" in messages
+        assert described in messages
         assert f"rows      {ROWS} good, 0 bad" in messages
     assert len(runs.replica_pids()) == 4
 
