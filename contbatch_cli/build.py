@@ -21,9 +21,9 @@ from contbatch_cli.core.stop import first_of, repetition_rule, standard_stop_rul
 from contbatch_cli.data import model_store
 from contbatch_cli.data.chat_template import ChatTemplate, split_reasoning
 from contbatch_cli.data.detokenizer import StopStringRule
-from contbatch_cli.data.job_rows import JobRows, ReadRow, RowReader, Waiting
+from contbatch_cli.data.job_rows import JobRows, Patience, ReadRow, RowReader, Waiting, forever
 from contbatch_cli.data.model_files import ModelInfo
-from contbatch_cli.data.prepare import ModelLimits, Preparer, SamplingDefaults
+from contbatch_cli.data.prepare import ModelLimits, PreparedRow, Preparer, SamplingDefaults
 from contbatch_cli.data.readers import InputOptions, read_rows
 from contbatch_cli.data.records import Completion
 from contbatch_cli.data.response_format import grammar_text, has_grammar_support
@@ -76,6 +76,11 @@ class Job:
     order: Choice
     sizes: Sizes
     memory: DeviceMemory
+
+    @property
+    def has_work(self) -> bool:
+        """Whether some request is to be run, or may still come."""
+        return len(self.queue) > 0 or not self.queue.is_exhausted
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,18 +173,17 @@ def prepare_job(
     on_fault: Callable[[RowFault], None],
     remaining: Callable[[Iterator[ReadRow]], Iterator[ReadRow]] = iter,
     waiting: Waiting = nullcontext,
+    patience: Patience = forever,
 ) -> Job:
     """Read the first window of rows, and resolve order and sizes by it. Faults met on the way go to `on_fault`.
 
-    `remaining` leaves out the rows that a resumed output has; `waiting` is entered while a pipe is waited for. Raises
-    UsageError for what makes the run impossible.
+    `remaining` leaves out the rows that a resumed output has; `waiting` is entered while a pipe is waited for, as long as
+    `patience` allows. Raises UsageError for what makes the run impossible.
     """
     config = effective.config
-    block_size = int(block_size_of(config.cache).value)
-    block_bytes = block_size * model.info.kv_bytes_per_token(DTYPE_BYTES[dtype_name(config.model, memory.kind, model.info)])
-    limit = most_blocks(config.cache, block_bytes, memory)
+    block_size, limit = cache_limit(config, model, memory)
     preparer = make_preparer(effective, model, block_size, int(limit.value))
-    reader = RowReader(remaining(read_rows(inputs.sources, inputs.options)), inputs.are_live, waiting)
+    reader = RowReader(remaining(read_rows(inputs.sources, inputs.options)), inputs.are_live, waiting, patience)
     rows = JobRows(reader, preparer.prepare, on_fault)
     queue = JobQueue(rows, config.scheduler.window)
     window = queue.look_ahead()
@@ -187,6 +191,23 @@ def prepare_job(
     order = _order(config, window, sizes)
     queue.set_order(order.value)
     return Job(config, model, rows, queue, order, sizes, memory)
+
+
+def cache_limit(config: Config, model: TextModel, memory: DeviceMemory) -> tuple[int, Choice]:
+    """The size of a block in tokens, and the most blocks. Raises UsageError when that is none."""
+    block_size = int(block_size_of(config.cache).value)
+    dtype_bytes = DTYPE_BYTES[dtype_name(config.model, memory.kind, model.info)]
+    return block_size, most_blocks(config.cache, block_size * model.info.kv_bytes_per_token(dtype_bytes), memory)
+
+
+def prepared_rows(
+    effective: Effective, inputs: Inputs, model: TextModel, memory: DeviceMemory
+) -> Iterator[PreparedRow | RowFault]:
+    """All rows of the inputs, ready to run or not. Raises UsageError at once for what makes the run impossible."""
+    block_size, limit = cache_limit(effective.config, model, memory)
+    preparer = make_preparer(effective, model, block_size, int(limit.value))
+    rows = read_rows(inputs.sources, inputs.options)
+    return (preparer.prepare(row) if isinstance(row, Row) else row for row in rows)
 
 
 def build_engine(job: Job, runner: Runner, stop_rule: StopRule, clock: Clock) -> InferenceEngine:
@@ -247,6 +268,7 @@ def build_executor(job: Job) -> Executor:
     from contbatch_cli.model.kv_cache import KVCache
     from contbatch_cli.model.loading import load_model
     from contbatch_cli.model.memory import is_out_of_memory, release_unused
+    from contbatch_cli.model.packing import pack_model
     from contbatch_cli.model.runner import ModelRunner
     from contbatch_cli.model.sampler import Sampler
     from contbatch_cli.model.splitting import SplittingRunner
@@ -260,6 +282,8 @@ def build_executor(job: Job) -> Executor:
     if job.config.engine.deterministic:
         model, tiles = make_deterministic(loaded.model, loaded.layers, loaded.dtype)
         how = f"deterministic: {tiles}"
+    elif loaded.device.type == "cpu" and loaded.attention_choice in ("cpu", "cpu_native"):
+        how += f", {pack_model(model, loaded.attention_choice)}"
     cache = KVCache(loaded.layers, job.sizes.num_blocks, job.sizes.block_size, loaded.dtype, loaded.device)
     masks = _grammar_masks(job, loaded.vocab_size)
     runner = ModelRunner(model, cache, loaded.backend, Sampler(loaded.vocab_size, loaded.device, masks), loaded.device)

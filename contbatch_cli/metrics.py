@@ -120,6 +120,8 @@ class MetricsSnapshot:
     itl_p50_s: float | None
     itl_p99_s: float | None
     itl_max_s: float | None
+    duplicate_tokens: int = 0
+    """Prompt and output tokens of rows that took the result of an equal one."""
 
     @property
     def done(self) -> int:
@@ -202,6 +204,7 @@ class _Totals:
     recomputed_tokens: int = 0
     preemptions: int = 0
     duplicates: int = 0
+    duplicate_tokens: int = 0
     iterations: int = 0
     budget_tokens: int = 0
     peak_blocks: int = 0
@@ -232,6 +235,7 @@ class Metrics:
         self._observe(report, runs, report.batch.num_tokens, report.batch.preempted)
         end_s = report.start_s + report.elapsed_s
         self._totals.duplicates += len(report.duplicates)
+        self._totals.duplicate_tokens += sum(len(request.token_ids) for request in report.duplicates)
         done = (*report.finished, *report.duplicates)
         return {request.request_id: self._finish_request(request, end_s) for request in done}
 
@@ -383,4 +387,5 @@ class Metrics:
             itl_p50_s=self.itl.percentile(50),
             itl_p99_s=self.itl.percentile(99),
             itl_max_s=self.itl.max_s if self.itl.count else None,
+            duplicate_tokens=totals.duplicate_tokens,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Annotated, Any, NamedTuple, NoReturn
@@ -104,8 +104,14 @@ def print_error(message: str) -> None:
     line = "".join(
         c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in " ".join(message.split("\n"))
     )
+    print_plain(f"contbatch: {line}")
+
+
+def print_plain(text: str) -> None:
+    """The text on standard error; nothing when that is closed or its reader went away."""
     if sys.stderr is not None:
-        print(f"contbatch: {line}", file=sys.stderr)
+        with suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
 
 def discard_standard_output() -> None:

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-import sys
 import time
+import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal
 
 from contbatch_cli import build
 from contbatch_cli.build_replicas import Replicas, open_replicas
+from contbatch_cli.cli.app import print_plain
 from contbatch_cli.cli.live import STDERR, RunHeader, View, make_view
 from contbatch_cli.cli.output import Output, OutputOptions, claim_standard_output
 from contbatch_cli.cli.replica_lines import live_lines
 from contbatch_cli.cli.signals import Interrupted, Interrupts
 from contbatch_cli.cli.summary import RunSummary
+from contbatch_cli.cli.trace_file import TraceFile
 from contbatch_cli.cli.verify import Sample, verify
 from contbatch_cli.config_files import Effective
 from contbatch_cli.core.request import Request, RequestId
 from contbatch_cli.data.detokenizer import StopStringRule
+from contbatch_cli.data.job_rows import OutOfTime
+from contbatch_cli.data.prepare import PreparedRow
 from contbatch_cli.data.recorder import Recorder
 from contbatch_cli.data.records import RecordOptions
 from contbatch_cli.data.rows import RowFault
 from contbatch_cli.data.writer import ReaderGone
 from contbatch_cli.engine import IterationReport
-from contbatch_cli.errors import EngineError, ExitStatus, UsageError
+from contbatch_cli.errors import ContbatchError, EngineError, ExitStatus, UsageError
 from contbatch_cli.metrics import Metrics, RequestMetrics
 from contbatch_cli.trace import header_line, iteration_line
 
@@ -53,37 +57,46 @@ class RunRequest:
     options: RunOptions
 
 
-def run(asked: RunRequest, build_executor: build.BuildExecutor = build.build_executor) -> ExitStatus:
+def run(asked: RunRequest) -> ExitStatus:
     """The whole job; the status with which the process ends. Raises ContbatchError for what goes wrong as a whole."""
     began_s = time.monotonic()
-    with ExitStack() as stack:
-        interrupts = stack.enter_context(Interrupts())
-        descriptor = claim_standard_output()
-        output = Output(asked.output, asked.inputs)
-        stack.callback(output.close)
+    descriptor = claim_standard_output(asked.output)  # first of all, while the closed ones are closed
+    with Interrupts() as interrupts:
         try:
-            with interrupts.may_raise():
-                batch_run = BatchRun(asked, output, interrupts, descriptor)
-                stack.callback(batch_run.view.close)
-                replicas = stack.enter_context(
-                    open_replicas(asked.effective.config, batch_run.view.message, interrupts.may_raise)
-                )
-                batch_run.prepare(replicas)
-                executor = replicas.executor(batch_run.job) if replicas else build_executor(batch_run.job)
-            return batch_run.execute(executor, began_s)
+            with ExitStack() as stack:
+                return _run(asked, interrupts, stack, descriptor, began_s)
         except Interrupted:
             assert interrupts.status is not None
-            _say_how_to_go_on(asked)
+            if not asked.options.quiet:
+                print_plain(f"contbatch: interrupted; rows without a record were not finished: {_how_to_go_on(asked)}")
             return interrupts.status
         except ReaderGone:
             return ExitStatus.SIGPIPE
+        except ContbatchError:
+            raise
+        except Exception as error:  # a bug, or a library's failure: its traceback is kept, and it is not the status of bad rows
+            print_plain(traceback.format_exc().rstrip("\n"))
+            raise EngineError(f"the engine failed ({type(error).__name__}): {_how_to_go_on(asked)}") from None
 
 
-def _say_how_to_go_on(asked: RunRequest) -> None:
+def _run(asked: RunRequest, interrupts: Interrupts, stack: ExitStack, descriptor: int, began_s: float) -> ExitStatus:
+    output = Output(asked.output, asked.inputs)
+    stack.callback(output.close)
+    with interrupts.may_raise():
+        batch_run = BatchRun(asked, output, interrupts, descriptor, began_s)
+        stack.callback(batch_run.close)
+        replicas = stack.enter_context(open_replicas(asked.effective.config, batch_run.view.message, interrupts.may_raise))
+        batch_run.prepare(replicas)
+        build_executor = replicas.executor if replicas else build.build_executor
+        executor = build_executor(batch_run.job) if batch_run.job.has_work else None
+    if executor is not None:
+        batch_run.execute(executor)
+    return batch_run.finish(executor)
+
+
+def _how_to_go_on(asked: RunRequest) -> str:
     name = asked.output.name
-    how = "use -o FILE to be able to go on" if name == "-" else f"the same command with --resume goes on with {name}"
-    if not asked.options.quiet and sys.stderr is not None:
-        print(f"contbatch: interrupted; rows without a record were not finished: {how}", file=sys.stderr)
+    return "use -o FILE to be able to go on" if name == "-" else f"the same command with --resume goes on with {name}"
 
 
 class BatchRun:
@@ -91,7 +104,7 @@ class BatchRun:
 
     job: build.Job
 
-    def __init__(self, asked: RunRequest, output: Output, interrupts: Interrupts, descriptor: int) -> None:
+    def __init__(self, asked: RunRequest, output: Output, interrupts: Interrupts, descriptor: int, began_s: float) -> None:
         config = asked.effective.config
         self._asked = asked
         self._output = output
@@ -104,7 +117,9 @@ class BatchRun:
         self._verified = Sample(asked.options.verify)
         self._replicas: Replicas | None = None
         self._is_executing = False
+        self._began_s = began_s
         options = asked.options
+        self._trace = TraceFile(options.trace, (*asked.inputs.sources, asked.output.name))
         self.view: View = make_view(
             self._metrics,
             quiet=options.quiet,
@@ -131,21 +146,36 @@ class BatchRun:
     def _name_of(self, index: int) -> str | int | None:
         return self.job.rows.name_of(index)
 
+    def close(self) -> None:
+        """Takes the view off the screen and ends the trace."""
+        with suppress(OSError):  # a terminal that went away
+            self.view.close()
+        self._trace.close()
+
     def prepare(self, replicas: Replicas | None = None) -> None:
         """Repair or begin the output, and read the first window of rows."""
-        effective, self._replicas = self._asked.effective, replicas
+        effective, inputs, self._replicas = self._asked.effective, self._asked.inputs, replicas
         memory = replicas.memory(self._model) if replicas else build.device_memory(effective.config.model, self._model.info)
-        settings = build.text_settings(effective, self._asked.inputs, self._model, memory.kind)
+        self._check(build.prepared_rows(effective, inputs, self._model, memory))
+        settings = build.text_settings(effective, inputs, self._model, memory.kind)
         self._output.begin(settings, self.view.record, self._descriptor)
         self.job = build.prepare_job(
             effective,
-            self._asked.inputs,
+            inputs,
             self._model,
             memory,
             self._on_fault,
             self._output.remaining,
             self._interrupts.may_raise,
+            self._seconds_left,
         )
+
+    def _check(self, rows: Iterator[PreparedRow | RowFault]) -> None:
+        """Refuses what cannot run while the output is still as it was: with `--on-error fail` that is any bad row of a file."""
+        if self._asked.options.on_error == "fail" and not self._asked.inputs.are_live:
+            for row in rows:
+                if isinstance(row, RowFault):
+                    self._on_fault(row)
 
     def _on_fault(self, fault: RowFault) -> None:
         if self._asked.options.on_error == "fail":
@@ -153,31 +183,37 @@ class BatchRun:
             raise EngineError(message) if self._is_executing else UsageError(message)
         self.recorder.fault(fault)
 
-    def execute(self, executor: build.Executor, began_s: float) -> ExitStatus:
-        """All iterations, unless a signal or the time limit ends them; then the summary."""
+    def execute(self, executor: build.Executor) -> None:
+        """All iterations, unless a signal or the time limit ends them."""
         self._is_executing = True
         job = self.job
-        self.view.start(RunHeader(tuple(build.header_lines(job, executor)), job.rows.num_rows if job.rows.is_read else None))
+        num_rows = job.rows.num_rows if job.rows.is_read else None
+        self.view.start(RunHeader(tuple(build.header_lines(job, executor)), num_rows))
+        if self._trace.is_wanted:
+            self._trace.write(header_line(build.resolved_config(job), asdict(job.memory), num_rows))
         engine = build.engine_of(job, executor, build.stop_rule(self._texts, executor), time.monotonic)
-        with self._trace() as trace:
+        try:
             for report in engine.run():
-                self._take(report, trace)
-                if self._interrupts.status is not None:
-                    raise Interrupted
-                if self._is_over_time(began_s):
-                    self._cancel_rest()
-                    break
+                self._take(report)
+                self._refuse_when_interrupted()
+                if self._is_out_of_time():
+                    raise OutOfTime
+        except OutOfTime:
+            self._cancel_rest()
+
+    def finish(self, executor: build.Executor | None) -> ExitStatus:
+        """The summary, and the finished rows that are to be verified."""
         self.view.finish(self._summary())
-        if self._asked.options.verify:
+        if self._asked.options.verify and executor is not None:
             for line in verify(self._verified, executor, self._model.tokenizer.token_text):
                 self.view.message(line)
         recorder = self.recorder
         return ExitStatus.ROW_ERRORS if recorder.num_bad or recorder.num_cancelled else ExitStatus.OK
 
-    def _take(self, report: IterationReport, trace: TextIO | None) -> None:
+    def _take(self, report: IterationReport) -> None:
         """Everything that follows from one iteration."""
-        if trace is not None:
-            trace.write(iteration_line(report, self._name_of))
+        if self._trace.is_wanted:
+            self._trace.write(iteration_line(report, self._name_of))
         rows = self.job.rows
         self._metrics.total_requests = rows.num_requests if rows.is_read else None
         request_metrics = self._metrics.observe(report)
@@ -197,29 +233,24 @@ class BatchRun:
         if done is not None:
             self.recorder.done(done, self._first_metrics.pop(index).as_record() if wants_metrics else None)
 
-    def _is_over_time(self, began_s: float) -> bool:
+    def _refuse_when_interrupted(self) -> None:
+        if self._interrupts.status is not None:
+            raise Interrupted
+
+    def _seconds_left(self) -> float | None:
+        """Of the time that the user allows; None for any."""
         limit_s = self._asked.options.max_time_s
-        return limit_s is not None and time.monotonic() - began_s >= limit_s
+        return None if limit_s is None else self._began_s + limit_s - time.monotonic()
+
+    def _is_out_of_time(self) -> bool:
+        left_s = self._seconds_left()
+        return left_s is not None and left_s <= 0
 
     def _cancel_rest(self) -> None:
         message = f"not finished within --max-time, {self._asked.options.max_time_s:g} s"
         for row in self.job.rows.unfinished():
             self.recorder.cancelled(row, message)
-
-    @contextmanager
-    def _trace(self) -> Iterator[TextIO | None]:
-        path = self._asked.options.trace
-        if path is None:
-            yield None
-            return
-        try:
-            file = path.open("w", encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"--trace {path}: {error.strerror}") from None
-        with file:
-            num_rows = self.job.rows.num_rows if self.job.rows.is_read else None
-            file.write(header_line(build.resolved_config(self.job), asdict(self.job.memory), num_rows))
-            yield file
+            self._refuse_when_interrupted()
 
     def _summary(self) -> RunSummary:
         name = self._asked.output.name

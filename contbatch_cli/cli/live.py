@@ -6,12 +6,13 @@ output, and last the iteration: the table is then drawn right below them.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rich.console import Console, Group
@@ -19,7 +20,15 @@ from rich.text import Text
 
 from contbatch_cli.cli.figures import bar, clock_time, crop, duration, join_fitting, printable, three_figures
 from contbatch_cli.cli.iteration_columns import row_text, table_columns, title_text
-from contbatch_cli.cli.live_region import Line, LiveRegion, TerminalSize, terminal_size, terminals_reflow, write_all
+from contbatch_cli.cli.live_region import (
+    Line,
+    LiveRegion,
+    TerminalSize,
+    terminal_size,
+    terminals_reflow,
+    write_all,
+    write_if_read,
+)
 from contbatch_cli.cli.summary import RunSummary, summary_lines
 from contbatch_cli.engine import IterationReport
 from contbatch_cli.metrics import Metrics, MetricsSnapshot
@@ -30,7 +39,7 @@ COST_SHARE = 0.01
 """The share of the run's time that drawing may take: a slow terminal is drawn less often."""
 PLAIN_INTERVAL_S = 10.0
 MAX_TABLE_ROWS = 10
-STDOUT, STDERR = 1, 2
+STDIN, STDOUT, STDERR = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +101,12 @@ def _can_draw(fd: int) -> bool:
     return os.isatty(fd) and os.environ.get("TERM", "") not in ("dumb", "unknown", "") and sys.platform != "win32"
 
 
+def _drawing_console() -> Console:
+    """Lays out text for standard error's encoding. It writes to nowhere: Rich writes an empty text even when it captures."""
+    nowhere = io.TextIOWrapper(io.BytesIO(), encoding=getattr(sys.stderr, "encoding", None) or "utf-8")
+    return Console(file=nowhere, force_terminal=True, highlight=False, markup=False)
+
+
 def _same_terminal(one: int, other: int) -> bool:
     if not (os.isatty(one) and os.isatty(other)):
         return False
@@ -151,11 +166,11 @@ class PlainView:
         write_all(self._stdout, data)
 
     def message(self, text: str) -> None:
-        write_all(self._stderr, (printable(text) + "\n").encode("utf-8", "backslashreplace"))
+        write_if_read(self._stderr, (printable(text) + "\n").encode("utf-8", "backslashreplace"))
 
     def finish(self, summary: RunSummary) -> None:
         if self._last is not None:
-            self._progress(self._last)
+            self._progress(replace(self._last, num_running=0, num_waiting=0))
         for label, text in summary_lines(summary):
             self.message(f"{label:<9} {text}")
 
@@ -204,8 +219,7 @@ class LiveView:
         self._clock = clock
         self._shares_terminal = _same_terminal(stdout, stderr)
         self._region = LiveRegion(stderr, lambda: terminal_size(stderr), terminals_reflow())
-        console = Console(file=sys.stderr, force_terminal=True, highlight=False, markup=False)
-        self._table = LiveTable(metrics, name_of, console, more_lines)
+        self._table = LiveTable(metrics, name_of, _drawing_console(), more_lines)
         self._recent: deque[IterationReport] = deque(maxlen=MAX_TABLE_ROWS)
         self._pending: list[bytes] = []
         self._due = clock()

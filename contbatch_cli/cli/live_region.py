@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 _UP = "\x1b[{}A"
@@ -40,6 +41,12 @@ def write_all(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
+
+
+def write_if_read(fd: int, data: bytes) -> None:
+    """The same for what is shown to people: a job goes on when nobody looks at it any more."""
+    with suppress(OSError):
+        write_all(fd, data)
 
 
 def terminals_reflow() -> bool:
@@ -82,7 +89,7 @@ class LiveRegion:
     def print_above(self, fd: int, data: bytes) -> None:
         """Erases the region and writes the data, unchanged, in its place; the region is to be drawn again behind it."""
         self.clear()
-        write_all(fd, data)
+        (write_if_read if fd == self._fd else write_all)(fd, data)
         self._after_text = not data.endswith(b"\n")
 
     def _to_top(self, size: TerminalSize) -> str:
@@ -97,4 +104,4 @@ class LiveRegion:
         return sum(max(1, -(-width // columns)) for width in self._widths)
 
     def _write(self, text: str) -> None:
-        write_all(self._fd, text.encode("utf-8", "backslashreplace"))
+        write_if_read(self._fd, text.encode("utf-8", "backslashreplace"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from contbatch_cli.build import Inputs
-from contbatch_cli.cli.live import STDERR, STDOUT
+from contbatch_cli.cli.live import STDERR, STDIN, STDOUT
 from contbatch_cli.data.job_rows import ReadRow
 from contbatch_cli.data.output_file import STANDARD_OUTPUT, OpenMode, OutputFile, open_output
 from contbatch_cli.data.readers import read_rows
@@ -110,17 +110,19 @@ class TerminalAppender:
         """A terminal has nothing to wait for."""
 
 
-def claim_standard_output() -> int:
+def claim_standard_output(options: OutputOptions) -> int:
     """A descriptor for records alone: what else is printed to descriptor 1, by whichever library, goes to standard error.
 
-    With standard output closed, records go nowhere.
+    Standard descriptors that are closed are opened to nowhere first, so that no file of the run gets their numbers. Raises
+    UsageError when records should go to a closed one.
     """
-    try:
-        own = os.dup(STDOUT)
-    except OSError:
-        own = os.open(os.devnull, os.O_WRONLY)
-    target = STDERR if _is_open(STDERR) else os.open(os.devnull, os.O_WRONLY)
-    os.dup2(target, STDOUT)
+    if options.name == STANDARD_OUTPUT and not _is_open(STDOUT):
+        raise UsageError("standard output is closed: use -o FILE")
+    for descriptor in (STDIN, STDOUT, STDERR):
+        if not _is_open(descriptor):
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    own = os.dup(STDOUT)
+    os.dup2(STDERR, STDOUT)
     return own
 
 

@@ -27,7 +27,7 @@ def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
     metrics = summary.metrics
     lines = [("rows", _rows_text(summary)), *metric_lines(metrics)]
     if summary.runaway_rows:
-        lines.append(("runaway", f"{summary.runaway_rows:,} rows ran to max_tokens repeating themselves"))
+        lines.append(("runaway", f"{summary.runaway_rows:,} rows ran on repeating themselves"))
     lines += [("note", note) for note in summary.notes]
     lines.append(("output", summary.output or "standard output"))
     return lines
@@ -47,8 +47,8 @@ def _rows_text(summary: RunSummary) -> str:
     words = [f"{summary.rows_good:,} good", f"{summary.rows_bad:,} bad"]
     words += [f"{summary.rows_cancelled:,} cancelled"] if summary.rows_cancelled else []
     words += [f"{summary.rows_kept:,} kept from the earlier run"] if summary.rows_kept else []
-    duplicates = summary.metrics.duplicates
-    words += [f"{duplicates:,} duplicates not computed again"] if duplicates else []
+    duplicates, saved = summary.metrics.duplicates, summary.metrics.duplicate_tokens
+    words += [f"{duplicates:,} duplicates not computed again ({saved:,} tokens saved)"] if duplicates else []
     return ", ".join(words)
 
 

@@ -16,25 +16,41 @@ from contbatch_cli.data.rows import Row, RowFault
 READ_AHEAD = 4096
 """Rows of a pipe that are read before they are asked for."""
 
+PIPE_REST_S = 1.0
+"""How long a pipe may be silent before the rest of it is no longer waited for, once the run is over."""
+
 NAMES_KEPT = 4096
 """Names of ended rows that are remembered, for the table that shows the last iterations."""
 
 ReadRow = Row | RowFault
 RowId = str | int | None
 Waiting = Callable[[], AbstractContextManager[None]]
+Patience = Callable[[], "float | None"]
+
+
+class OutOfTime(Exception):
+    """A row was waited for as long as `patience` allows."""
+
+
+def forever() -> None:
+    """The patience without a limit."""
 
 
 class RowReader:
     """Rows one at a time. A live one reads in a thread, so that the engine does not wait for a slow pipe.
 
-    An exception of the iterator is raised by the call that comes to it. `waiting` is entered for a wait that may be long.
+    An exception of the iterator is raised by the call that comes to it. `waiting` is entered for a wait that may be long, and
+    `patience` gives the most seconds that it may take, None for any number; OutOfTime is raised after them.
     """
 
-    def __init__(self, rows: Iterator[ReadRow], is_live: bool, waiting: Waiting = nullcontext) -> None:
+    def __init__(
+        self, rows: Iterator[ReadRow], is_live: bool, waiting: Waiting = nullcontext, patience: Patience = forever
+    ) -> None:
         self.is_live = is_live
         self.is_exhausted = False
         self._rows = rows
         self._waiting = waiting
+        self._patience = patience
         self._queue: queue.Queue[ReadRow | BaseException | None] = queue.Queue(READ_AHEAD)
         if is_live:
             threading.Thread(target=self._read_all, name="row-reader", daemon=True).start()
@@ -45,6 +61,15 @@ class RowReader:
         self.is_exhausted = self.is_exhausted or (row is None and (wait or not self.is_live))
         return row
 
+    def rest(self) -> Iterator[ReadRow]:
+        """All rows to the end; of a pipe those that come without a pause of more than `PIPE_REST_S`."""
+        self._patience = lambda: PIPE_REST_S
+        try:
+            while (row := self.next_row(wait=True)) is not None:
+                yield row
+        except OutOfTime:
+            return
+
     def _take(self, wait: bool) -> ReadRow | None:
         if self.is_exhausted:
             return None
@@ -53,12 +78,19 @@ class RowReader:
         except queue.Empty:
             if not wait:
                 return None
-            with self._waiting():
-                item = self._queue.get()
+            item = self._waited_for()
         if isinstance(item, BaseException):
             raise item
         self.is_exhausted = item is None
         return item
+
+    def _waited_for(self) -> ReadRow | BaseException | None:
+        with self._waiting():
+            seconds = self._patience()
+            try:
+                return self._queue.get(timeout=None if seconds is None else max(seconds, 0.0))
+            except queue.Empty:
+                raise OutOfTime from None
 
     def _read_all(self) -> None:
         try:
@@ -153,12 +185,12 @@ class JobRows:
         return self._open.pop(request.request_id.row)
 
     def unfinished(self) -> Iterator[Row]:
-        """The rows that were begun and have no record, then all that were not read yet. Ends the job."""
+        """The rows that were begun and have no record, then all that were not read yet (see `RowReader.rest`). Ends the job."""
         for row in sorted(self._open):
             yield self._open[row].row
         self._open.clear()
         self._samples.clear()
-        while (unread := self._reader.next_row(wait=True)) is not None:
+        for unread in self._reader.rest():
             self.num_rows += 1
             if isinstance(unread, Row):
                 yield unread

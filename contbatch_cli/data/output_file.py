@@ -40,6 +40,12 @@ class OutputFile:
     def size(self) -> int:
         return os.fstat(self.descriptor).st_size if self.is_regular else 0
 
+    def empty(self) -> None:
+        """Takes out what an earlier run left, in the file and beside it."""
+        os.ftruncate(self.descriptor, 0)
+        for beside in (pending_path(self.path), meta_path(self.path)):
+            beside.unlink(missing_ok=True)
+
     def replace_with(self, temporary: Path) -> None:
         """Renames a complete file over this one without ever letting go of the lock: the new file is locked first."""
         descriptor = os.open(temporary, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
@@ -68,7 +74,7 @@ class OutputFile:
 
 
 def open_output(name: str, mode: OpenMode, sources: Sequence[str] = ()) -> OutputFile:
-    """Opens and locks an output. With `overwrite` it and what stands beside it is emptied.
+    """Opens and locks an output. Nothing in it is touched.
 
     Raises UsageError when it exists in mode `new`, is one of the inputs, is locked, or cannot be written.
     """
@@ -82,15 +88,9 @@ def open_output(name: str, mode: OpenMode, sources: Sequence[str] = ()) -> Outpu
         raise _exists(path)
     if mode == "new" and output.is_regular:
         meta_path(path).unlink(missing_ok=True)  # of an output that was removed
-    if not output.is_regular:
-        if mode == "resume":
-            output.close()
-            raise UsageError(f"{path}: only regular files can be resumed")
-        return output
-    if mode == "overwrite":
-        os.ftruncate(output.descriptor, 0)
-        for beside in (pending_path(path), meta_path(path)):
-            beside.unlink(missing_ok=True)
+    if mode == "resume" and not output.is_regular:
+        output.close()
+        raise UsageError(f"{path}: only regular files can be resumed")
     return output
 
 

@@ -68,8 +68,9 @@ class ResumePlan:
 
 
 def start_output(output: OutputFile, settings: Mapping[str, Any]) -> None:
-    """Writes the meta file of a fresh output, before its first record."""
+    """Empties an output and what stands beside it, and writes its meta file, before the first record."""
     if output.is_regular:
+        output.empty()
         _remove_temporaries(output.path)
         write_meta(output.path, settings)
 

@@ -56,7 +56,8 @@ def opened_source(name: str) -> Iterator[BinaryIO]:
     """The bytes of one input, unpacked when they are gzip. Raises UsageError when it cannot be opened."""
     check_source(name)
     if name == STANDARD_INPUT:
-        yield _unpacked(sys.stdin.buffer, name)
+        with _standard_input() as stream:
+            yield _unpacked(stream, name)
         return
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
@@ -64,6 +65,15 @@ def opened_source(name: str) -> Iterator[BinaryIO]:
         raise UsageError(f"{name}: {error.strerror}") from None
     with open(descriptor, "rb", buffering=_BUFFER_BYTES) as stream:
         yield _unpacked(stream, name)
+
+
+def _standard_input() -> BinaryIO:
+    """A stream of its own on the same descriptor: a thread that waits in `sys.stdin` keeps the interpreter from exiting."""
+    try:
+        descriptor = os.dup(sys.stdin.buffer.fileno())
+    except OSError:  # something that stands in for it and has no descriptor
+        return cast(BinaryIO, sys.stdin.buffer)
+    return open(descriptor, "rb", buffering=_BUFFER_BYTES)
 
 
 def _unpacked(stream: BinaryIO, name: str) -> BinaryIO:

@@ -19,10 +19,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
+from unittest.mock import patch
 
 from contbatch_cli import build
 from contbatch_cli.core.batch import BatchResult, ScheduledBatch, ScheduledSequence, SequenceResult
@@ -109,6 +112,57 @@ def generate(
     )
     assert "FAIL_AT" in script or b"Traceback" not in done.stderr, done.stderr.decode()
     return done
+
+
+class Done(NamedTuple):
+    """How a run ended: its status, standard output and standard error."""
+
+    status: int
+    output: bytes
+    errors: str
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """Those of standard output, in order of their indices."""
+        return sorted(read_records(self.output), key=lambda record: record["index"])
+
+
+def call(*arguments: object, script: Mapping[str, object] | None = None) -> Done:
+    """Runs a command within this process, its standard streams in files. Standard input is empty."""
+    from contbatch_cli.cli.app import main as contbatch
+
+    with ExitStack() as stack:
+        output, errors = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+        stack.enter_context(patch.object(build, "build_executor", build_scripted_executor))
+        stack.enter_context(patch.dict(os.environ, environment(**script or {})))
+        with _standard_streams(output, errors):
+            try:
+                contbatch(list(map(str, arguments)))
+            except SystemExit as end:
+                status = end.code if isinstance(end.code, int) else 1
+        output.seek(0)
+        errors.seek(0)
+        return Done(status, output.read(), errors.read().decode())
+
+
+@contextmanager
+def _standard_streams(output: BinaryIO, errors: BinaryIO) -> Iterator[None]:
+    """These files in the place of descriptors 1 and 2 and of Python's streams on them."""
+    saved = [os.dup(descriptor) for descriptor in (1, 2)]
+    os.dup2(output.fileno(), 1)
+    os.dup2(errors.fileno(), 2)
+    try:
+        with (
+            open(os.devnull, encoding="utf-8") as nothing,
+            open(os.dup(1), "w", encoding="utf-8") as own_output,
+            open(os.dup(2), "w", encoding="utf-8") as own_errors,
+            patch.multiple(sys, stdin=nothing, stdout=own_output, stderr=own_errors),
+        ):
+            yield
+    finally:
+        for descriptor, copy in zip((1, 2), saved, strict=True):
+            os.dup2(copy, descriptor)
+            os.close(copy)
 
 
 class ScriptedRunner:

@@ -198,16 +198,21 @@ def test_an_existing_output_is_refused_without_a_word(tmp_path):
     with pytest.raises(UsageError, match="exists: --resume goes on with it, --overwrite starts anew"):
         open_output(str(path), "new")
     assert path.read_text() == "kept"
-    open_output(str(path), "overwrite").close()
+    output = open_output(str(path), "overwrite")
+    assert path.read_text() == "kept"
+    output.empty()
     assert path.read_text() == ""
+    output.close()
 
 
 def test_a_pending_file_alone_is_refused_too(tmp_path):
     pending_path(tmp_path / "out").write_text("x")
     with pytest.raises(UsageError, match=r"out\.pending exists"):
         open_output(str(tmp_path / "out"), "new")
-    open_output(str(tmp_path / "out"), "overwrite").close()
+    output = open_output(str(tmp_path / "out"), "overwrite")
+    output.empty()
     assert not pending_path(tmp_path / "out").exists()
+    output.close()
 
 
 def test_input_and_output_must_differ(tmp_path):

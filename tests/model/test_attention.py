@@ -12,7 +12,7 @@ from contbatch_cli.core.batch import Logits, ScheduledBatch, ScheduledSequence
 from contbatch_cli.core.gather import flatten
 from contbatch_cli.core.request import GREEDY, RequestId
 from contbatch_cli.errors import UsageError
-from contbatch_cli.model.attention import AttentionVariant, backend_named, cpu, reference, resolve_backend
+from contbatch_cli.model.attention import AttentionVariant, backend_named, cpu, cpu_native, reference, resolve_backend
 from contbatch_cli.model.kv_cache import KVCache, LayerShape, bytes_per_block
 
 CPU = torch.device("cpu")
@@ -98,7 +98,7 @@ def test_backends_agree(seed):
         for start, length in runs
     ]
     wanted = torch.cat([dense(query, keys, values, variant) for query, keys, values in tensors]).float()
-    for backend in (reference, cpu):
+    for backend in (reference, cpu, cpu_native):
         output = run_backend(backend, cache, runs, tables, tensors, variant)
         torch.testing.assert_close(output, wanted, atol=2e-5, rtol=2e-5)
 
@@ -138,7 +138,7 @@ def test_a_block_is_read_in_the_step_that_fills_it():
     cache = KVCache([shape], 4, 4, torch.float32, CPU)
     key, value, query = torch.randn(6, 1, 4), torch.randn(6, 1, 4), torch.randn(6, 2, 4)
     batch = plan_of([(0, 4), (4, 2)], [(2,), (2, 0)])
-    for backend in (reference, cpu):
+    for backend in (reference, cpu, cpu_native):
         cache.fill(float("nan"))
         output = backend.attend(query, key, value, cache.layers[0], backend.prepare(flatten(batch, 4), CPU), variant)
         torch.testing.assert_close(
@@ -157,5 +157,5 @@ def test_bytes_per_block_counts_each_layer():
 def test_backend_names():
     assert backend_named("cpu") is cpu
     assert resolve_backend("reference", CPU) == ("reference", "as configured")
-    with pytest.raises(UsageError, match="model.attention: 'fast' is not one of auto, cpu, cuda, deterministic, reference"):
+    with pytest.raises(UsageError, match="model.attention: 'fast' is not one of auto, cpu, cpu_native, cuda, deterministic, reference"):
         resolve_backend("fast", CPU)

@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 
 from contbatch_cli.core.gather import FlatBatch
 from contbatch_cli.errors import UsageError
+from contbatch_cli.model import cpu_kernels
 from contbatch_cli.model.kv_cache import KVCache, LayerCache
 
 
@@ -86,7 +87,9 @@ class CachedStep(NamedTuple):
         return self.backend.attend(query, key, value, self.cache.layers[layer_index], self.plan, variant)
 
 
-_MODULES = {name: f"contbatch_cli.model.attention.{name}" for name in ("reference", "cpu", "cuda", "deterministic")}
+_MODULES = {
+    name: f"contbatch_cli.model.attention.{name}" for name in ("reference", "cpu", "cpu_native", "cuda", "deterministic")
+}
 ATTENTION_NAME = "contbatch"
 
 
@@ -104,6 +107,8 @@ def resolve_backend(name: str, device: torch.device) -> tuple[str, str]:
         return name, "as configured"
     if device.type == "cuda" and find_spec("triton") is not None:
         return "cuda", "Triton kernels, or varlen_attn where a probe finds it right and faster"
+    if device.type == "cpu" and cpu_kernels.library() is not None:
+        return "cpu_native", "compiled kernels that read the cache in place"
     return "cpu", f"scaled_dot_product_attention by sequence, on {device.type}"
 
 

@@ -1,0 +1,144 @@
+"""Kernels in C for float32 models on a CPU: packed matrix products, attention over the paged cache, a decoder layer in one call.
+
+`library()` gives them, or None where they cannot be had (no compiler, no OpenMP runtime in the process); whoever uses them has
+another way. `CONTBATCH_KERNELS=off` in the environment turns them off.
+
+They run on the threads of the OpenMP runtime that torch has loaded, `torch.get_num_threads()` of them: a second pool would spin
+against it. All results are independent of how many rows or threads take part, bit for bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_size_t, c_void_p
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from contbatch_cli.model.cpu_kernels.compiler import CompileError, library_path
+
+logger = logging.getLogger(__name__)
+
+STORE, ADD, SILU_GATE, GELU_TANH_GATE = range(4)
+
+
+class Linear(Structure):
+    """Mirrors `Linear` of gemm.h."""
+
+    _fields_ = [("packed", c_void_p), ("bias", c_void_p), ("k", c_int32), ("n", c_int32), ("epilogue", c_int32)]
+
+
+class AttentionShape(Structure):
+    """Mirrors `AttentionShape` of attention.h."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("heads", "kv_heads", "key_size", "value_size", "window")),
+        *((name, c_float) for name in ("scaling", "softcap")),
+        ("sinks", c_void_p),
+    ]
+
+
+class Step(Structure):
+    """Mirrors `Step` of attention.h."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("num_tokens", "num_sequences", "block_size", "padding")),
+        *((name, c_void_p) for name in ("slots", "query_starts", "context_lens", "table_starts", "tables")),
+    ]
+
+
+class Layer(Structure):
+    """Mirrors `Layer` of layer.h."""
+
+    _fields_ = [
+        *((name, Linear) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
+        ("eps", c_float),
+        ("hidden", c_int32),
+        ("rotary_size", c_int32),
+        ("shape", AttentionShape),
+    ]
+
+
+class Library:
+    """The compiled functions. `panel` is the width in columns of a packed weight's panels."""
+
+    def __init__(self, path: Path, openmp: tuple[c_void_p, c_void_p, c_void_p] | None) -> None:
+        self._handle = ctypes.CDLL(str(path))
+        self.panel = int(self._handle.contbatch_panel())
+        self._handle.contbatch_init(*(openmp or (None, None, None)))
+        self._handle.contbatch_pack.argtypes = [c_void_p, c_int, c_int, c_void_p]
+        self._handle.contbatch_pack.restype = None
+        self._handle.contbatch_prefer_huge_pages.argtypes = [c_void_p, c_size_t]
+        self._handle.contbatch_prefer_huge_pages.restype = None
+        self.linear = self._handle.contbatch_linear
+        self.linear.argtypes = [POINTER(Linear), c_void_p, c_int, c_void_p, c_void_p, c_int]
+        self.linear.restype = None
+        self.attend = self._handle.contbatch_attend
+        self.attend.argtypes = [POINTER(AttentionShape), POINTER(Step), *[c_void_p] * 7, c_int]
+        self.layer = self._handle.contbatch_layer
+        self.layer.argtypes = [POINTER(Layer), POINTER(Step), *[c_void_p] * 6, c_int]
+
+    def pack(self, *weights: torch.Tensor) -> list[torch.Tensor]:
+        """Each weight [N, K], float32, to panels [ceil(N / panel), K, panel], the last filled up with zeros.
+
+        They lie side by side in one allocation, on huge pages where the system gives them.
+        """
+        shapes = [(-(-weight.shape[0] // self.panel), weight.shape[1], self.panel) for weight in weights]
+        memory = torch.empty(sum(n * k * width for n, k, width in shapes))
+        self.prefer_huge_pages(memory)
+        packed = [part.view(shape) for part, shape in zip(memory.split([n * k * w for n, k, w in shapes]), shapes, strict=True)]
+        for weight, panels in zip(weights, packed, strict=True):
+            weight = weight.detach().contiguous()
+            assert weight.dtype == torch.float32 and weight.device.type == "cpu"
+            self._handle.contbatch_pack(weight.data_ptr(), *weight.shape, panels.data_ptr())
+        return packed
+
+    def prefer_huge_pages(self, tensor: torch.Tensor) -> None:
+        """Ask the system for huge pages under a tensor that nothing was written to yet: its reads then miss the TLB less."""
+        self._handle.contbatch_prefer_huge_pages(tensor.data_ptr(), tensor.nbytes)
+
+
+@lru_cache(maxsize=1)
+def library() -> Library | None:
+    """The kernels, compiled now if need be; None, with a line in the log, where they cannot be had."""
+    if os.environ.get("CONTBATCH_KERNELS", "").lower() in ("off", "0", "no"):
+        logger.info("CPU kernels: turned off by CONTBATCH_KERNELS")
+        return None
+    openmp = _openmp()
+    if openmp is None and torch.get_num_threads() > 1:
+        logger.warning("CPU kernels: torch's OpenMP runtime was not found; going on without them")
+        return None
+    try:
+        return Library(library_path(), openmp)
+    except (CompileError, OSError) as error:
+        logger.warning("CPU kernels: %s; going on without them", error)
+        return None
+
+
+def _openmp() -> tuple[c_void_p, c_void_p, c_void_p] | None:
+    """The entry points of the OpenMP runtime that torch runs on: GNU's own, or Intel's and LLVM's under the same names."""
+    for path in _openmp_paths():
+        try:
+            runtime = ctypes.CDLL(path)
+            names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+            first, second, third = (ctypes.cast(getattr(runtime, name), c_void_p) for name in names)
+        except (OSError, AttributeError):
+            continue
+        return first, second, third
+    return None
+
+
+def _openmp_paths() -> list[str]:
+    """OpenMP runtimes loaded in this process, torch's own first."""
+    try:
+        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    paths = {line.split(maxsplit=5)[5] for line in lines if line.count(" ") >= 5 and "/" in line}
+    found = [path for path in paths if os.path.basename(path).startswith(("libgomp", "libiomp5", "libomp"))]
+    root = os.path.dirname(torch.__file__)
+    return sorted(found, key=lambda path: (not path.startswith(root), path))

@@ -1,0 +1,154 @@
+/* The library's entry points. All pointers are to float32, C-contiguous unless strides are passed. One call runs at a time. */
+#define _GNU_SOURCE
+#include "vector.h"
+#include "team.h"
+#include "gemm.h"
+#include "attention.h"
+#include "layer.h"
+#include <sys/mman.h>
+#include <unistd.h>
+
+static Team team;
+static atomic_flag busy = ATOMIC_FLAG_INIT;
+
+typedef struct {
+    char *memory;
+    size_t size;
+} Buffer;
+
+/* At least `size` bytes, kept for the next call. NULL when there is no memory. */
+static char *reserve(Buffer *buffer, size_t size) {
+    if (size > buffer->size) {
+        free(buffer->memory);
+        buffer->size = whole(size + size / 4, 4096);
+        buffer->memory = aligned_alloc(4096, buffer->size);
+        if (!buffer->memory) buffer->size = 0;
+        else memset(buffer->memory, 0, buffer->size);
+    }
+    return buffer->memory;
+}
+
+static Buffer units_buffer, rows_buffer, layer_buffer;
+
+static int second_level_cache_bytes(void) {
+    static int bytes;
+    if (!bytes) {
+        long found = 0;
+#ifdef _SC_LEVEL2_CACHE_SIZE
+        found = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#endif
+        bytes = found >= 65536 && found <= (1 << 26) ? (int)found : 1 << 20;
+    }
+    return bytes;
+}
+
+static void acquire(void) {
+    while (atomic_flag_test_and_set_explicit(&busy, memory_order_acquire)) sched_yield();
+}
+
+static void release(void) { atomic_flag_clear_explicit(&busy, memory_order_release); }
+
+void contbatch_init(void *parallel, void *thread_num, void *num_threads) {
+    omp_parallel = (parallel_function)parallel;
+    omp_thread_num = (integer_function)thread_num;
+    omp_num_threads = (integer_function)num_threads;
+}
+
+/* Columns of a packed panel, and lanes of a vector: what a packed weight's layout depends on. */
+int contbatch_panel(void) { return PANEL; }
+
+void contbatch_pack(const float *weight, int n, int k, float *packed) { pack_panels(weight, n, k, packed); }
+
+/* Advice only: the part of `memory` that consists of whole huge pages of 2 MiB. */
+void contbatch_prefer_huge_pages(char *memory, size_t bytes) {
+#ifdef MADV_HUGEPAGE
+    size_t huge = 1 << 21, skipped = (huge - (uintptr_t)memory % huge) % huge;
+    if (bytes >= skipped + huge) madvise(memory + skipped, (bytes - skipped) / huge * huge, MADV_HUGEPAGE);
+#else
+    (void)memory, (void)bytes;
+#endif
+}
+
+typedef struct {
+    const Linear *linear;
+    const float *x, *residual;
+    float *out;
+    int rows;
+} LinearCall;
+
+static void linear_body(void *worker, void *argument) {
+    const LinearCall *call = argument;
+    linear_phase(worker, call->linear, call->x, call->rows, call->out, call->residual);
+}
+
+/* out [M, N] = x [M, K] times the packed weight, plus bias; the epilogue may add `residual` [M, N] or gate. */
+void contbatch_linear(const Linear *linear, const float *x, int rows, float *out, const float *residual, int num_threads) {
+    LinearCall call = {linear, x, residual, out, rows};
+    acquire();
+    team_run(&team, num_threads, 1, linear_body, &call);
+    release();
+}
+
+/* Units and working memory of an attention. 0 when there is no memory. */
+static int plan_attention(Attention *job, int num_threads) {
+    Rows unused;
+    job->num_units = count_units(job->shape, job->step);
+    job->heads_split = job->num_units < 4 * num_threads ? job->shape->kv_heads : 1;
+    job->scratch_per_thread = lay_out_rows(job->shape, 0, &unused);
+    Unit *units = (Unit *)reserve(&units_buffer, sizeof(Unit) * job->num_units);
+    job->scratch = reserve(&rows_buffer, job->scratch_per_thread * num_threads);
+    if (!units || !job->scratch) return 0;
+    list_units(job->shape, job->step, units);
+    job->units = units;
+    return 1;
+}
+
+typedef struct {
+    Attention job;
+    Heads keys, values;
+    float *key_cache, *value_cache;
+} AttentionCall;
+
+static void attention_body(void *worker, void *argument) {
+    const AttentionCall *call = argument;
+    write_phase(worker, call->job.shape, call->job.step, call->keys, call->values, call->key_cache, call->value_cache);
+    barrier(worker);
+    attention_phase(worker, &call->job);
+}
+
+/* Write the step's keys and values into the cache, then attend: out [T, H, E]. `strides`: token and head stride of queries, keys and
+ * values, in floats. 1 when done, 0 when there is no memory. */
+int contbatch_attend(const AttentionShape *shape, const Step *step, const float *queries, const float *keys, const float *values,
+                     const int64_t *strides, float *key_cache, float *value_cache, float *out, int num_threads) {
+    AttentionCall call = {.job = {.shape = shape, .step = step, .queries = {queries, strides[0], strides[1]}, .keys = key_cache,
+                                  .values = value_cache, .out = out},
+                          .keys = {keys, strides[2], strides[3]}, .values = {values, strides[4], strides[5]},
+                          .key_cache = key_cache, .value_cache = value_cache};
+    acquire();
+    int planned = plan_attention(&call.job, num_threads);
+    if (planned) team_run(&team, num_threads, 2, attention_body, &call);
+    release();
+    return planned;
+}
+
+/* One decoder layer: out [T, hidden] from hidden [T, hidden]. 1 when done, 0 when there is no memory. */
+int contbatch_layer(const Layer *layer, const Step *step, const float *hidden, const float *cosines, const float *sines,
+                    float *key_cache, float *value_cache, float *out, int num_threads) {
+    size_t tokens = step->num_tokens, sizes[4] = {layer->hidden, layer->qkv.n, layer->output.k, layer->gate_up.n};
+    acquire();
+    char *memory = reserve(&layer_buffer, sizeof(float) * tokens * (sizes[0] + sizes[1] + sizes[2] + sizes[3]) + 256);
+    float *parts[4];
+    for (int i = 0; i < 4; i++) {
+        parts[i] = (float *)memory;
+        memory += whole(sizeof(float) * tokens * sizes[i], 64);
+    }
+    LayerCall call = {.layer = layer, .step = step, .hidden = hidden, .cosines = cosines, .sines = sines, .out = out,
+                      .keys = key_cache, .values = value_cache, .normed = parts[0], .qkv = parts[1], .attended = parts[2],
+                      .gated = parts[3]};
+    call.attention = (Attention){.shape = &layer->shape, .step = step, .keys = key_cache, .values = value_cache,
+                                 .queries = {parts[1], layer->qkv.n, layer->shape.key_size}, .out = parts[2]};
+    int planned = layer_buffer.memory && plan_attention(&call.attention, num_threads);
+    if (planned) team_run(&team, num_threads, 8, layer_body, &call);
+    release();
+    return planned;
+}

@@ -1,0 +1,159 @@
+"""Linear layers whose weight was laid out once for the processor, the original weight being given up.
+
+Shape legend: M rows, K input features, N output features.
+
+Three kinds, the first that works here: the compiled kernels (float32), oneDNN's packed weights through torch's private operators
+(tried on a small weight first, since they may change), and plain `torch.nn.Linear`. Linears that read the same input (query, key and
+value; gate and up) become one product: the first to be called computes all, the others hand out their slices of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from ctypes import byref
+from functools import lru_cache
+
+import torch
+from torch import nn
+
+from contbatch_cli.model import cpu_kernels
+
+logger = logging.getLogger(__name__)
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names under which transformers' decoders keep linears of one input."""
+
+
+class NativeLinear(nn.Module):
+    """x [..., K] to [..., N] by the compiled kernels; a row's result does not depend on the rows beside it."""
+
+    def __init__(self, library: cpu_kernels.Library, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._library = library
+        (self._packed,) = library.pack(weight)
+        self._bias = None if bias is None else whole_panels(library, bias)
+        address = None if self._bias is None else self._bias.data_ptr()
+        self._linear = cpu_kernels.Linear(self._packed.data_ptr(), address, self.in_features, self.out_features, cpu_kernels.STORE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        assert x.dtype == torch.float32
+        out = torch.empty(*x.shape[:-1], self.out_features)
+        rows = x.numel() // self.in_features
+        self._library.linear(byref(self._linear), x.data_ptr(), rows, out.data_ptr(), None, torch.get_num_threads())
+        return out
+
+
+class OneDnnLinear(nn.Module):
+    """x [..., K] to [..., N] with oneDNN's packed weight."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
+        self._bias = None if bias is None else bias.detach()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return out
+
+
+class _Siblings:
+    """The common product of several linears, kept from the first one's call to the last one's."""
+
+    def __init__(self, linear: nn.Module, sizes: Sequence[int]) -> None:
+        self._linear = linear
+        self._sizes = list(sizes)
+        self._input: torch.Tensor | None = None
+        self._parts: list[torch.Tensor | None] = []
+
+    def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        if x is not self._input or self._parts[index] is None:
+            self._input, self._parts = x, list(self._linear(x).split(self._sizes, dim=-1))
+        part, self._parts[index] = self._parts[index], None
+        assert part is not None
+        if not any(other is not None for other in self._parts):
+            self._input = None
+        return part
+
+
+class SiblingLinear(nn.Module):
+    """One of several linears of one input: its slice of their common product."""
+
+    def __init__(self, siblings: _Siblings, index: int) -> None:
+        super().__init__()
+        self._siblings = siblings
+        self._index = index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._siblings.part(self._index, x)
+
+
+def whole_panels(library: cpu_kernels.Library, bias: torch.Tensor) -> torch.Tensor:
+    """A bias [N], filled up with zeros to whole panels."""
+    return nn.functional.pad(bias.detach().float(), (0, -bias.shape[0] % library.panel)).contiguous()
+
+
+def packed(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module | None:
+    """A packed linear of these weights; None where no packing works here."""
+    if weight.device.type != "cpu":
+        return None
+    library = cpu_kernels.library() if weight.dtype == torch.float32 else None
+    if library is not None:
+        return NativeLinear(library, weight, bias)
+    if _onednn_works(weight.dtype):
+        return OneDnnLinear(weight, bias)
+    return None
+
+
+@lru_cache(maxsize=8)
+def _onednn_works(dtype: torch.dtype) -> bool:
+    """Whether torch's private operators exist here and agree with `linear`."""
+    weight, x = torch.randn(48, 32).to(dtype), torch.randn(5, 32).to(dtype)
+    try:
+        with torch.inference_mode():
+            output = OneDnnLinear(weight, None)(x)
+            agrees = torch.allclose(output, nn.functional.linear(x, weight), rtol=2e-2, atol=2e-2 if dtype.itemsize < 4 else 1e-4)
+    except (RuntimeError, AttributeError, TypeError, NotImplementedError) as error:
+        logger.info("packed oneDNN weights: %s; going on with plain linear layers", str(error).splitlines()[0])
+        return False
+    return agrees
+
+
+def pack_linears(module: nn.Module) -> int:
+    """Replace all plain linears below `module` by packed ones, siblings together; gives how many weights were packed."""
+    count = 0
+    for child in list(module.modules()):
+        for names in SIBLINGS:
+            count += _pack_siblings(child, names)
+        for name, linear in list(child.named_children()):
+            if type(linear) is nn.Linear:
+                replacement = packed(linear.weight, linear.bias)
+                if replacement is not None:
+                    setattr(child, name, replacement)
+                    count += 1
+    return count
+
+
+def _pack_siblings(parent: nn.Module, names: Sequence[str]) -> int:
+    linears = [getattr(parent, name, None) for name in names]
+    if not all(type(linear) is nn.Linear for linear in linears):
+        return 0
+    fused = packed(*concatenated([linear for linear in linears if isinstance(linear, nn.Linear)]))
+    if fused is None:
+        return 0
+    siblings = _Siblings(fused, [linear.out_features for linear in linears if isinstance(linear, nn.Linear)])
+    for index, name in enumerate(names):
+        setattr(parent, name, SiblingLinear(siblings, index))
+    return 1
+
+
+def concatenated(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weight and bias of linears of one input as one; a missing bias counts as zeros where another has one."""
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    if all(linear.bias is None for linear in linears):
+        return weight, None
+    biases = [linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach() for linear in linears]
+    return weight, torch.cat(biases)
