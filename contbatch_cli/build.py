@@ -36,6 +36,7 @@ from contbatch_cli.sizing import DeviceMemory, JobDemand, Sizes, block_size_of, 
 
 if TYPE_CHECKING:
     from contbatch_cli.model.grammar import LazyGrammarMasks
+    from contbatch_cli.model.loading import LoadedModel
 
 PROMPT_END_TOKENS = 16
 """How much of a prompt is looked at for an opening that its template wrote."""
@@ -290,7 +291,16 @@ def build_executor(job: Job) -> Executor:
     splitting = SplittingRunner(runner, is_out_of_memory, lambda: release_unused(loaded.device))
     description = f"{loaded.dtype_choice} on {loaded.device_choice} ({loaded.device_choice.reason}), {how}"
     rules = (masks.stop_rule,) if masks is not None else ()
-    return Executor(splitting, description, rules, LoneRunner(loaded, masks).first_divergence)
+    return Executor(splitting, description, rules, LoneRunner(lambda: _plain(job, loaded), masks).first_divergence)
+
+
+def _plain(job: Job, loaded: LoadedModel) -> LoadedModel:
+    """The model with transformers' own layers: on a CPU, where they may have been swapped, it is loaded anew."""
+    from contbatch_cli.model.loading import load_model
+
+    if loaded.device.type != "cpu":
+        return loaded
+    return load_model(job.model.info.path, replace(job.config.model, attention="reference"))
 
 
 def _grammar_masks(job: Job, vocab_size: int) -> LazyGrammarMasks | None:

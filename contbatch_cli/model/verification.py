@@ -7,7 +7,8 @@ only rounded differently.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -40,18 +41,22 @@ class RecordingSampler:
 
 
 class LoneRunner:
-    """Runs finished requests of a loaded model again, one at a time. `masks` hold rows to their grammars, as in the run."""
+    """Runs finished requests again, one at a time, with transformers' own layers: those of the model that `load` gives.
 
-    def __init__(self, loaded: LoadedModel, masks: TokenMasks | None) -> None:
-        self._loaded = loaded
-        self._sampler = RecordingSampler(Sampler(loaded.vocab_size, loaded.device, masks))
+    It is loaded for the first request. `masks` hold rows to their grammars, as in the run.
+    """
+
+    def __init__(self, load: Callable[[], LoadedModel], masks: TokenMasks | None) -> None:
+        self._load = functools.cache(load)
+        self._masks = masks
 
     def first_divergence(self, finished: Request) -> Divergence | None:
         """None when the row has the same tokens alone."""
-        loaded = self._loaded
+        loaded = self._load()
+        sampler = RecordingSampler(Sampler(loaded.vocab_size, loaded.device, self._masks))
         num_blocks = -(-finished.num_tokens // BLOCK_SIZE)
         cache = KVCache(loaded.layers, num_blocks, BLOCK_SIZE, loaded.dtype, loaded.device)
-        runner = ModelRunner(loaded.model, cache, reference, self._sampler, loaded.device)
+        runner = ModelRunner(loaded.model, cache, reference, sampler, loaded.device)
         kv = KVCacheManager(num_blocks, BLOCK_SIZE, prefix_caching=False)
         scheduler = StallFreeScheduler(kv, finished.num_tokens, 1, lambda request: None)
         sampling = replace(finished.sampling, max_tokens=finished.num_output_tokens)
@@ -61,17 +66,20 @@ class LoneRunner:
             batch = scheduler.schedule_next_batch()
             scheduler.update(batch, runner.execute(batch))
             if alone.token_ids[-1] != token_id:
-                return self._divergence(alone, position, token_id)
+                return _divergence(alone, position, token_id, sampler.logits)
         return None
 
-    def _divergence(self, alone: Request, position: int, token_id: int) -> Divergence:
-        place = alone.num_prompt_tokens + position
-        other = alone.token_ids[-1]
-        return Divergence(position, token_id, other, self._score(alone, place, token_id), self._score(alone, place, other))
 
-    def _score(self, request: Request, place: int, token_id: int) -> float:
-        logit = float(self._sampler.logits[token_id])
-        sampling = request.sampling
-        if sampling.temperature == 0.0:
-            return logit
-        return logit / sampling.temperature + gumbel(sampling.seed, request.request_id.sample, place, token_id)
+def _divergence(alone: Request, position: int, token_id: int, logits: torch.Tensor) -> Divergence:
+    """At the last token of `alone`, whose logits [V] they are."""
+    place = alone.num_prompt_tokens + position
+    other = alone.token_ids[-1]
+    scores = [_score(alone, place, one, float(logits[one])) for one in (token_id, other)]
+    return Divergence(position, token_id, other, *scores)
+
+
+def _score(request: Request, place: int, token_id: int, logit: float) -> float:
+    sampling = request.sampling
+    if sampling.temperature == 0.0:
+        return logit
+    return logit / sampling.temperature + gumbel(sampling.seed, request.request_id.sample, place, token_id)

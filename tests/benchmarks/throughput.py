@@ -93,7 +93,7 @@ def workload_path(name: str, scratch: Path) -> Path:
         path = scratch / "long.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in long_rows()))
         return path
-    bundled = HERE / "workloads" / f"{name}.jsonl"
+    bundled = HERE.parent / "workloads" / f"{name}.jsonl"
     return bundled if bundled.exists() else Path(name)
 
 

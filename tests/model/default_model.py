@@ -15,6 +15,7 @@ from contbatch_cli.data.tokenizer import Tokenizer
 from contbatch_cli.model.attention import ATTENTION_NAME
 from contbatch_cli.model.kv_cache import LayerShape
 from contbatch_cli.model.loading import LoadedModel, load_model
+from contbatch_cli.model.packing import pack_model
 from tests.oracle import OracleRow, greedy_alone
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +27,14 @@ Row = tuple[list[int], SamplingParams]
 def loaded() -> LoadedModel:
     """The default model in float32."""
     return load_model(model_store.resolve("smollm2-135m-instruct"), ModelConfig(dtype="float32"))
+
+
+@functools.cache
+def packed() -> LoadedModel:
+    """The same as the product runs it: its layers swapped for kernels, its weights packed. A load of its own."""
+    model = load_model(model_store.resolve("smollm2-135m-instruct"), ModelConfig(dtype="float32"))
+    pack_model(model.model, model.attention_choice)
+    return model
 
 
 def shapes() -> list[LayerShape]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
 from contbatch_cli.core.request import SamplingParams
-from tests.model.default_model import WORKLOADS, Row, answers, loaded, shapes, short_rows, workload
+from tests.model.default_model import WORKLOADS, Row, answers, packed, shapes, short_rows, workload
 from tests.model.tiny import Ran, Setting, run_rows
 from tests.oracle import Comparison, OracleRow
 
@@ -21,7 +22,8 @@ def job() -> tuple[list[Row], list[OracleRow]]:
 
 
 def run(rows: list[Row], setting: Setting) -> Ran:
-    return run_rows(loaded().model, shapes(), rows, setting)
+    """As the product runs them on this machine: compiled kernels where there is a compiler."""
+    return run_rows(packed().model, shapes(), rows, replace(setting, backend=packed().attention_choice))
 
 
 def compare(name: str, ran: Ran, oracle: list[OracleRow]) -> None:
