@@ -244,7 +244,12 @@ class RayPool:
             with self._waiting():
                 done, _ = self._ray.wait([call], timeout=WAIT_S)
             if done:
-                return self._ray.get(call)  # type: ignore[no-any-return]
+                break
+        try:
+            return self._ray.get(call)  # type: ignore[no-any-return]
+        except self._ray.exceptions.RayError as error:
+            message = f"row {request.request_id.row} could not be verified: {_in_one_line(_cause(error))}"
+            raise EngineError(message) from None
 
     def _call(self, member: _Member, method: str, *arguments: object) -> None:
         member.calls.append((method, getattr(member.actor, method).remote(*arguments)))

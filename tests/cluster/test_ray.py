@@ -211,7 +211,7 @@ def test_a_row_that_kills_its_replicas_becomes_an_error_record(runs: Runs, texts
 
 
 def test_a_replica_that_cannot_start_is_reported_and_the_others_go_on(runs: Runs, texts: list[str]) -> None:
-    output, messages = runs.run("--replicas", "2", "--set", "cluster.max_restarts=0", SCRIPTED_NO_START="1")
+    output, messages = runs.run("--replicas", "2", "--set", "cluster.max_restarts=0", step_s=0.03, SCRIPTED_NO_START="1")
     assert [record["text"] for record in records_of(output)] == texts
     assert "could not start: RuntimeError: scripted: this one does not start" in messages
 

@@ -19,8 +19,16 @@ main()
 
 
 def contbatch(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    (directory / "rows.jsonl").write_text('{"prompt": "a"}\n' * 8)
-    command = [sys.executable, "-c", PROGRAM, *arguments, str(directory / "rows.jsonl"), "-m", str(write_model(directory / "m"))]
+    (directory / "rows.jsonl").write_text("".join(f'{{"prompt": "row {index}"}}\n' for index in range(8)))
+    command = [
+        sys.executable,
+        "-c",
+        PROGRAM,
+        *arguments,
+        str(directory / "rows.jsonl"),
+        "-m",
+        str(write_model(directory / "m")),
+    ]
     return subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
 
 
