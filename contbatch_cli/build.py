@@ -182,30 +182,35 @@ def prepare_job(
     `patience` allows. Raises UsageError for what makes the run impossible.
     """
     config = effective.config
-    block_size, limit = cache_limit(config, model, memory)
+    block_size, limit = cache_limit(config, model.info, memory)
     preparer = make_preparer(effective, model, block_size, int(limit.value))
     reader = RowReader(remaining(read_rows(inputs.sources, inputs.options)), inputs.are_live, waiting, patience)
     rows = JobRows(reader, preparer.prepare, on_fault)
     queue = JobQueue(rows, config.scheduler.window)
     window = queue.look_ahead()
-    sizes = _sizes(config, block_size, limit, memory, window, queue.is_exhausted, model.info)
-    order = _order(config, window, sizes)
+    sizes = job_sizes(config, model.info, memory, window, queue.is_exhausted)
+    order = job_order(config, window, sizes)
     queue.set_order(order.value)
     return Job(config, model, rows, queue, order, sizes, memory)
 
 
-def cache_limit(config: Config, model: TextModel, memory: DeviceMemory) -> tuple[int, Choice]:
-    """The size of a block in tokens, and the most blocks. Raises UsageError when that is none."""
+def block_bytes(config: Config, info: ModelInfo, memory: DeviceMemory) -> int:
+    """Bytes of one block of the KV cache."""
     block_size = int(block_size_of(config.cache).value)
-    dtype_bytes = DTYPE_BYTES[dtype_name(config.model, memory.kind, model.info)]
-    return block_size, most_blocks(config.cache, block_size * model.info.kv_bytes_per_token(dtype_bytes), memory)
+    return block_size * info.kv_bytes_per_token(DTYPE_BYTES[dtype_name(config.model, memory.kind, info)])
+
+
+def cache_limit(config: Config, info: ModelInfo, memory: DeviceMemory) -> tuple[int, Choice]:
+    """The size of a block in tokens, and the most blocks. Raises UsageError when that is none."""
+    limit = most_blocks(config.cache, block_bytes(config, info, memory), memory)
+    return int(block_size_of(config.cache).value), limit
 
 
 def prepared_rows(
     effective: Effective, inputs: Inputs, model: TextModel, memory: DeviceMemory
 ) -> Iterator[PreparedRow | RowFault]:
     """All rows of the inputs, ready to run or not. Raises UsageError at once for what makes the run impossible."""
-    block_size, limit = cache_limit(effective.config, model, memory)
+    block_size, limit = cache_limit(effective.config, model.info, memory)
     preparer = make_preparer(effective, model, block_size, int(limit.value))
     rows = read_rows(inputs.sources, inputs.options)
     return (preparer.prepare(row) if isinstance(row, Row) else row for row in rows)
@@ -281,7 +286,7 @@ def build_executor(job: Job) -> Executor:
     loaded = load_model(job.model.info.path, settings)
     model, how = loaded.model, f"attention {loaded.attention_choice}"
     if job.config.engine.deterministic:
-        model, tiles = make_deterministic(loaded.model, loaded.layers, loaded.dtype)
+        model, tiles = make_deterministic(loaded.model, loaded.layers, loaded.dtype, job.sizes.token_budget)
         how = f"deterministic: {tiles}"
     elif loaded.device.type == "cpu" and loaded.attention_choice in ("cpu", "cpu_native"):
         how += f", {pack_model(model, loaded.attention_choice)}"
@@ -360,16 +365,17 @@ def shares_prefixes(config: Config, info: ModelInfo) -> bool:
     return config.cache.prefix_caching and not any(window is not None for window in info.layer_windows)
 
 
-def _sizes(
-    config: Config, block_size: int, limit: Choice, memory: DeviceMemory, window: list[Request], is_whole: bool, info: ModelInfo
-) -> Sizes:
+def job_sizes(config: Config, info: ModelInfo, memory: DeviceMemory, window: list[Request], is_whole: bool) -> Sizes:
+    """The sizes of a run by its first window of requests; `is_whole` when these are all. Raises UsageError."""
+    block_size, limit = cache_limit(config, info, memory)
     shares = shares_prefixes(config, info) and shared_fraction(window, block_size) > 0
     demand = JobDemand([request.max_num_tokens for request in window], is_whole, shares, info.max_context)
     is_limit_set = config.cache.num_blocks != "auto" or config.cache.memory is not None
     return resolve_sizes(config.scheduler, block_size, limit, memory.kind, demand, is_limit_set)
 
 
-def _order(config: Config, window: list[Request], sizes: Sizes) -> Choice:
+def job_order(config: Config, window: list[Request], sizes: Sizes) -> Choice:
+    """The order of a run by its first window of requests."""
     if config.scheduler.job_order != "auto":
         return Choice(config.scheduler.job_order, "as set")
     if config.output.order == "input":

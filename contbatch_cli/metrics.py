@@ -39,11 +39,15 @@ class LatencyHistogram:
         self.total_s = 0.0
         self.min_s = math.inf
         self.max_s = 0.0
+        self._last_s = math.nan
+        self._last_bucket = 0
 
     def add(self, duration_s: float, count: int = 1) -> None:
         """Counts `count` durations of the same length."""
-        bucket = int(math.log(max(duration_s, self.LEAST_S) / self.LEAST_S) / self._log_growth)
-        self._counts[min(bucket, len(self._counts) - 1)] += count
+        if duration_s != self._last_s:  # the rows of a step mostly share one duration
+            bucket = int(math.log(max(duration_s, self.LEAST_S) / self.LEAST_S) / self._log_growth)
+            self._last_s, self._last_bucket = duration_s, min(bucket, len(self._counts) - 1)
+        self._counts[self._last_bucket] += count
         self.count += count
         self.total_s += duration_s * count
         self.min_s = min(self.min_s, duration_s)
@@ -67,8 +71,7 @@ class LatencyHistogram:
         return self.total_s / self.count if self.count else None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestMetrics:
+class RequestMetrics(NamedTuple):
     """One finished request. None where it never got so far (`ttft_s` without a token, `itl_s` with fewer than two).
 
     `queue_s` is arrival to first run, `prefill_s` first run to first token, `ttft_s` their sum, `itl_s` the mean gap between
@@ -85,7 +88,7 @@ class RequestMetrics:
 
     def as_record(self) -> dict[str, float | int | None]:
         """The record's `metrics` object; seconds to the microsecond."""
-        return {name: _rounded(getattr(self, name)) for name in self.__dataclass_fields__}
+        return {name: _rounded(value) for name, value in self._asdict().items()}
 
 
 def _rounded(value: float | int | None) -> float | int | None:
@@ -258,7 +261,10 @@ class Metrics:
         num_outputs = 0
         for run in runs:
             state = self._in_flight.get(run.request_id) or self._admit(run, step.start_s)
-            self._count_recomputed(state, run)
+            if run.start < state.computed:
+                self._count_recomputed(state, run)
+            if run.end > state.computed:
+                state.computed = run.end
             if run.samples:
                 num_outputs += 1
                 self._count_token(state, run, end_s)
@@ -286,11 +292,8 @@ class Metrics:
 
     def _count_recomputed(self, state: _InFlight, run: _Run) -> None:
         again = min(run.end, state.computed) - run.start
-        if again > 0:
-            state.num_recomputed_tokens += again
-            self._totals.recomputed_tokens += again
-        if run.end > state.computed:
-            state.computed = run.end
+        state.num_recomputed_tokens += again
+        self._totals.recomputed_tokens += again
 
     def _count_token(self, state: _InFlight, run: _Run, end_s: float) -> None:
         if state.first_token_s is None:

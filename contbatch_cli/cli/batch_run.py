@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,9 +22,8 @@ from contbatch_cli.cli.summary import RunSummary
 from contbatch_cli.cli.trace_file import TraceFile
 from contbatch_cli.cli.verify import Sample, verify
 from contbatch_cli.config_files import Effective
-from contbatch_cli.core.request import Request, RequestId
 from contbatch_cli.data.detokenizer import StopStringRule
-from contbatch_cli.data.job_rows import OutOfTime
+from contbatch_cli.data.job_rows import DoneRow, OutOfTime
 from contbatch_cli.data.prepare import PreparedRow
 from contbatch_cli.data.recorder import Recorder
 from contbatch_cli.data.records import RecordOptions
@@ -33,6 +33,8 @@ from contbatch_cli.engine import IterationReport
 from contbatch_cli.errors import ContbatchError, EngineError, ExitStatus, UsageError
 from contbatch_cli.metrics import Metrics, RequestMetrics
 from contbatch_cli.trace import header_line, iteration_line
+
+COLLECT_AFTER_OBJECTS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ def run(asked: RunRequest) -> ExitStatus:
 def _run(asked: RunRequest, interrupts: Interrupts, stack: ExitStack, descriptor: int, began_s: float) -> ExitStatus:
     output = Output(asked.output, asked.inputs)
     stack.callback(output.close)
+    stack.enter_context(collector_at_rest())
     with interrupts.may_raise():
         batch_run = BatchRun(asked, output, interrupts, descriptor, began_s)
         stack.callback(batch_run.close)
@@ -89,9 +92,25 @@ def _run(asked: RunRequest, interrupts: Interrupts, stack: ExitStack, descriptor
         batch_run.prepare(replicas)
         build_executor = replicas.executor if replicas else build.build_executor
         executor = build_executor(batch_run.job) if batch_run.job.has_work else None
+    gc.freeze()
     if executor is not None:
         batch_run.execute(executor)
     return batch_run.finish(executor)
+
+
+@contextmanager
+def collector_at_rest() -> Iterator[None]:
+    """Keeps the cyclic collector from walking over rows and model again and again: neither has cycles, and both live long.
+
+    What is frozen within (`gc.freeze`) is freed like anything else once nothing refers to it.
+    """
+    threshold = gc.get_threshold()
+    gc.set_threshold(COLLECT_AFTER_OBJECTS, *threshold[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*threshold)
+        gc.unfreeze()
 
 
 def _how_to_go_on(asked: RunRequest) -> str:
@@ -116,6 +135,7 @@ class BatchRun:
         self._first_metrics: dict[int, RequestMetrics] = {}
         self._verified = Sample(asked.options.verify)
         self._replicas: Replicas | None = None
+        self._wants_metrics = config.output.metrics
         self._is_executing = False
         self._began_s = began_s
         options = asked.options
@@ -219,19 +239,18 @@ class BatchRun:
         request_metrics = self._metrics.observe(report)
         for request in report.finished:
             self._verified.offer(request)
+        if self._wants_metrics:
+            self._first_metrics.update({id.row: found for id, found in request_metrics.items() if id.sample == 0})
         for request in (*report.finished, *report.duplicates):
-            self._finish(request, request_metrics)
+            done = rows.finish(request)
+            if done is not None:
+                self._record(done)
         self.view.iteration(report)
 
-    def _finish(self, request: Request, request_metrics: dict[RequestId, RequestMetrics]) -> None:
-        """The record of a row, once its last sample has ended; its metrics are its first sample's."""
-        wants_metrics = self._asked.effective.config.output.metrics
-        index, sample = request.request_id
-        if wants_metrics and sample == 0:
-            self._first_metrics[index] = request_metrics[request.request_id]
-        done = self.job.rows.finish(request)
-        if done is not None:
-            self.recorder.done(done, self._first_metrics.pop(index).as_record() if wants_metrics else None)
+    def _record(self, done: DoneRow) -> None:
+        """The record of a row whose last sample has ended; its metrics are its first sample's."""
+        found = self._first_metrics.pop(done.row.index) if self._wants_metrics else None
+        self.recorder.done(done, None if found is None else found.as_record())
 
     def _refuse_when_interrupted(self) -> None:
         if self._interrupts.status is not None:

@@ -89,8 +89,7 @@ def generate(
     if dry_run:
         from contbatch_cli.cli.dry_run import print_dry_run
 
-        print_dry_run(effective, inputs)
-        return
+        raise typer.Exit(int(print_dry_run(effective, inputs)))
     options = RunOptions(on_error, _duration(max_time), verify, trace, live, quiet)
     target = OutputOptions(output, effective.config.output.order, resume, overwrite, rerun_changed)
     raise typer.Exit(int(run(RunRequest(effective, inputs, target, options))))

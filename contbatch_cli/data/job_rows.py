@@ -176,13 +176,14 @@ class JobRows:
 
         Of samples that end in one step the first to be taken back gives the row.
         """
-        row = self._open.get(request.request_id.row)
-        if row is None or any(sample.finish is None for sample in row.requests):
+        index = request.request_id.row
+        done = self._open.get(index)
+        if done is None or (len(done.requests) > 1 and any(sample.finish is None for sample in done.requests)):
             return None
-        self._names[row.row.index] = row.row.id
+        self._names[index] = done.row.id
         if len(self._names) > NAMES_KEPT:
             self._names.popitem(last=False)
-        return self._open.pop(request.request_id.row)
+        return self._open.pop(index)
 
     def unfinished(self) -> Iterator[Row]:
         """The rows that were begun and have no record, then all that were not read yet (see `RowReader.rest`). Ends the job."""

@@ -130,9 +130,12 @@ class Preparer:
                 check_cache(len(ids), sampling.max_tokens, self._limits.block_size, self._limits.num_blocks)
         except RowError as error:
             return prepared_fault(row, error)
-        samples = range(settings.n)
-        requests = (Request.from_prompt(RequestId(row.index, sample), ids, sampling, settings.adapter) for sample in samples)
-        return PreparedRow(row, tuple(requests))
+        adapter = settings.adapter
+        first = Request(RequestId(row.index), ids, len(ids), sampling, adapter)
+        if settings.n == 1:
+            return PreparedRow(row, (first,))
+        others = (Request.from_prompt(RequestId(row.index, sample), ids, sampling, adapter) for sample in range(1, settings.n))
+        return PreparedRow(row, (first, *others))
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, TextPrompt):
@@ -140,7 +143,7 @@ class Preparer:
         elif isinstance(prompt, ChatPrompt):
             ids = self._encoder.encode(self._rendered(prompt), add_special_tokens=False)
         else:
-            ids = prompt.ids
+            ids = list(prompt.ids)
         if not ids:
             raise RowError("empty_prompt", "the prompt has no tokens")
         largest = max(ids)

@@ -6,12 +6,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from contbatch_cli.core.request import FinishReason, Request
-from contbatch_cli.core.stop import is_runaway
+from contbatch_cli.core.stop import REPETITION_WINDOW, is_runaway
 from contbatch_cli.data.job_rows import DoneRow
 from contbatch_cli.data.records import Completion, RecordOptions, cancelled_record, fault_record, row_record
 from contbatch_cli.data.rows import Row, RowFault
 
 Write = Callable[[int, bytes], None]
+
+
+def _ran_away(request: Request) -> bool:
+    return request.num_output_tokens >= REPETITION_WINDOW and is_runaway(request.output_ids)
 
 
 class Recorder:
@@ -38,7 +42,7 @@ class Recorder:
             self.num_bad += 1
         else:
             self.num_good += 1
-            self.num_runaway += any(is_runaway(request.output_ids) for request in done.requests)
+            self.num_runaway += any(map(_ran_away, done.requests))
         self._write(done.row.index, row_record(done.row, completions, self._options, metrics))
 
     def cancelled(self, row: Row, message: str) -> None:

@@ -32,6 +32,7 @@ ERROR_CODES = frozenset(
     }
 )
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+_encode_string = json.encoder.encode_basestring
 _UNUSUAL_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -73,6 +74,8 @@ def row_record(
             return cancelled_record(row, finish.message or "cancelled", options)
     if row.openai is not None:
         return json_line(_openai_line(row, row.openai, completions, options))
+    if metrics is None and _is_plain(row, completions, options):
+        return _line(_plain(row, completions[0]))
     return json_line(_native(row, completions, options, metrics))
 
 
@@ -93,7 +96,10 @@ def json_line(record: Mapping[str, Any]) -> bytes:
     U+0085, U+2028 and U+2029 are escaped, so that readers that split text at them see one line too; half a surrogate pair,
     which UTF-8 cannot carry, becomes U+FFFD.
     """
-    text = _encode(record)
+    return _line(_encode(record))
+
+
+def _line(text: str) -> bytes:
     for end, escaped in _UNUSUAL_ENDS.items():
         if end in text:
             text = text.replace(end, escaped)
@@ -110,6 +116,29 @@ def _failed(row: Row, message: str | None) -> RowFault:
         code, rest = "non_finite_logits", message or "the model's logits are not finite"
     placed = f"row {row.index}: {rest}"
     return RowFault(row.index, row.id, row.line, row.file, code, placed, row.row_hash, row.extra, row.openai)
+
+
+def _is_plain(row: Row, completions: Sequence[Completion], options: RecordOptions) -> bool:
+    """Whether the record has nothing but what every record has."""
+    first = completions[0]
+    request = first.request
+    on_demand = options.token_ids or options.several_inputs or request.sampling.logprobs is not None
+    return not (on_demand or row.extra or len(completions) > 1 or first.reasoning is not None or request.prompt_logprobs)
+
+
+def _plain(row: Row, completion: Completion) -> str:
+    """The JSON of `_native` for a plain record, in a third of the time: most records of a big job are plain."""
+    request = completion.request
+    finish = request.finish
+    assert finish is not None, f"row {request.request_id.row} has not finished"
+    id = _encode_string(row.id) if isinstance(row.id, str) else "null" if row.id is None else row.id
+    stop_reason = "null" if finish.stop_reason is None else _encode(finish.stop_reason)
+    return (
+        f'{{"index":{row.index},"id":{id},"text":{_encode_string(completion.text)},"finish_reason":"{finish.reason.value}",'
+        f'"stop_reason":{stop_reason},"usage":{{"prompt_tokens":{request.num_prompt_tokens},'
+        f'"completion_tokens":{request.num_output_tokens},"cached_tokens":{request.num_cached_tokens}}},'
+        f'"error":null,"row_hash":"{row.row_hash}"}}'
+    )
 
 
 def _native(

@@ -84,7 +84,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text; by default with what the tokenizer itself puts around a text (a BOS, often nothing)."""
-        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         return [list(e.ids) for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]

@@ -3,14 +3,17 @@
 Shape legend: T tokens of the step, M rows of a tile, L logit rows, V vocabulary.
 
 A float sum depends on its order, and libraries choose that order by the shape of a product and the length of an array. So the
-step's T tokens go through the model in tiles of exactly M rows, the last one padded, and the rows that need logits are padded to M
-as well: every operation always has the same shape, hence the same code path. Attention, the one operation whose shape must vary,
-is computed row by row (`attention/deterministic.py`). Tiles run in plan order, so a row may read a block which an earlier row
-of the same step fills. (The method is the project's own; that batch-dependent kernels are what makes inference vary is due to
-He et al., "Defeating Nondeterminism in LLM Inference", 2025.)
+step's T tokens go through the model in tiles of a few fixed numbers of rows, the last one padded, and the rows that need logits are
+padded to such a number as well. Attention, the one operation whose shape must vary, is computed row by row
+(`attention/deterministic.py`). Tiles run in plan order, so a row may read a block which an earlier row of the same step fills. (The
+method is the project's own; that batch-dependent kernels are what makes inference vary is due to He et al., "Defeating Nondeterminism
+in LLM Inference", 2025.)
 
-What remains is whether a row's place within its tile can matter: how a library cuts the tile for its vector units and threads. That is
-not assumed but tried, on the whole model, before a run.
+    step  | 300 tokens ................................. |      tiles  | 256 | 32 | 16 (12 and padding) |
+
+What remains is whether a row's place within its tile, or its tile's size, can matter: how a library cuts an array for its vector
+units and threads. That is not assumed but tried, on the whole model, before a run: a tile of BASE_ROWS equal rows must give equal
+logits, whatever stands beside them, and a larger or smaller tile is used only if its rows come out the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -26,8 +29,13 @@ from contbatch_cli.model.attention import CachedStep, attending, current_step
 from contbatch_cli.model.attention import deterministic as backend
 from contbatch_cli.model.kv_cache import KVCache, LayerShape
 
-TILE_ROWS = 32
-"""Rows of a tile: part of the arithmetic, so a constant. Fewer waste less in small batches, more are faster in large ones."""
+BASE_ROWS = 32
+"""The tile whose arithmetic is the model's: every other size has to agree with it."""
+
+OTHER_ROWS = (16, 48, 64, 128, 256)
+"""Sizes worth having: small ones waste less, large ones read the weights less often."""
+
+PROBE_TOKEN = 1
 
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
@@ -37,33 +45,59 @@ class TiledOutput(NamedTuple):
 
 
 class TiledModel(torch.nn.Module):
-    """A model that takes steps of any size and runs them in tiles. Its attention must be the `deterministic` backend."""
+    """A model that takes steps of any size and runs them in tiles of `sizes` rows, ascending.
 
-    def __init__(self, model: torch.nn.Module, rows: int = TILE_ROWS) -> None:
+    Its attention must be the `deterministic` backend.
+    """
+
+    def __init__(self, model: torch.nn.Module, sizes: Sequence[int]) -> None:
         super().__init__()
         self.model = model
-        self.rows = rows
+        self.sizes = tuple(sizes)
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: torch.Tensor, **kwargs: Any
     ) -> TiledOutput:
         """input_ids and position_ids [1, T], logits_to_keep [L] ascending: logits [1, L, V]. Called within `attending`."""
-        num_tokens = input_ids.shape[1]
         step = current_step()
         assert isinstance(step, CachedStep)
         parts: list[torch.Tensor] = []
-        for first in range(0, num_tokens, self.rows):
-            stop = min(first + self.rows, num_tokens)
+        for first, stop, rows in cut(input_ids.shape[1], self.sizes):
             kept = logits_to_keep[(logits_to_keep >= first) & (logits_to_keep < stop)] - first
             with attending(step._replace(plan=step.plan.tile(first, stop))):
                 output = self.model(
-                    input_ids=_padded(input_ids[:, first:stop], self.rows),
-                    position_ids=_padded(position_ids[:, first:stop], self.rows),
-                    logits_to_keep=_padded(kept.unsqueeze(0), self.rows)[0] if len(kept) else kept,
+                    input_ids=_padded(input_ids[:, first:stop], rows),
+                    position_ids=_padded(position_ids[:, first:stop], rows),
+                    logits_to_keep=_padded(kept[None], rows_for(len(kept), self.sizes))[0] if len(kept) else kept,
                     **kwargs,
                 )
             parts.append(output.logits[:, : len(kept)])
         return TiledOutput(torch.cat(parts, dim=1))
+
+
+class Tile(NamedTuple):
+    """Tokens `first` to `stop` of a step, padded to `rows`."""
+
+    first: int
+    stop: int
+    rows: int
+
+
+def cut(num_tokens: int, sizes: Sequence[int]) -> list[Tile]:
+    """The tiles of a step: the largest that its remaining tokens fill, then one padded."""
+    tiles: list[Tile] = []
+    first = 0
+    while first < num_tokens:
+        left = num_tokens - first
+        rows = max((size for size in sizes if size <= left), default=sizes[0])
+        tiles.append(Tile(first, first + min(rows, left), rows))
+        first += rows
+    return tiles
+
+
+def rows_for(count: int, sizes: Sequence[int]) -> int:
+    """The smallest size that holds `count` rows."""
+    return next(size for size in sizes if size >= count)
 
 
 def _padded(ids: torch.Tensor, rows: int) -> torch.Tensor:
@@ -72,25 +106,27 @@ def _padded(ids: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def make_deterministic(
-    model: torch.nn.Module, layers: Sequence[LayerShape], dtype: torch.dtype, rows: int = TILE_ROWS
+    model: torch.nn.Module, layers: Sequence[LayerShape], dtype: torch.dtype, token_budget: int = max(OTHER_ROWS)
 ) -> tuple[TiledModel, str]:
     """The model in tiles, and a line for the header. Lowers torch's number of threads where only fewer keep rows independent.
 
-    Raises UsageError for a model that cannot be run so, or a machine on which a row's place in a tile shows in its logits.
+    Takes one pass of each tile size up to `token_budget`, and five of BASE_ROWS. Raises UsageError for a model that cannot be run
+    so, or a machine on which a row's place in a tile shows in its logits.
     """
     device = next(model.parameters()).device
     if device.type != "cpu":
         raise UsageError(f"engine.deterministic: needs model.device: cpu; it has not been tried on {device.type}")
     refuse_unsuitable(model.config)
-    tiled = TiledModel(model, rows)
     wanted = torch.get_num_threads()
     for threads in thread_candidates(wanted):
         torch.set_num_threads(threads)
-        differing = num_differing_rows(tiled, layers, dtype)
+        differing = num_differing_rows(model, layers, dtype)
         if differing == 0:
-            return tiled, f"tiles of {rows} rows, {threads} threads{'' if threads == wanted else f' instead of {wanted}'}"
+            tiled = TiledModel(model, agreeing_sizes(model, layers, dtype, token_budget))
+            sizes = ", ".join(map(str, tiled.sizes))
+            return tiled, f"tiles of {sizes} rows, {threads} threads{'' if threads == wanted else f' instead of {wanted}'}"
     torch.set_num_threads(wanted)
-    raise UsageError(f"engine.deterministic: {differing} of {rows} equal rows of a tile got different logits on this machine")
+    raise UsageError(f"engine.deterministic: {differing} of {BASE_ROWS} equal rows of a tile got different logits on this machine")
 
 
 def thread_candidates(wanted: int) -> list[int]:
@@ -111,22 +147,32 @@ def refuse_unsuitable(config: Any) -> None:
 
 
 @torch.inference_mode()
-def num_differing_rows(tiled: TiledModel, layers: Sequence[LayerShape], dtype: torch.dtype) -> int:
-    """How many rows of a tile differ, in a tile of equal rows or with other rows beside them."""
-    rows = tiled.rows
-    scratch = KVCache(layers, rows, 1, dtype, torch.device("cpu"))
-    token = 1
-    equal = _probe(tiled, scratch, [token] * rows)
+def num_differing_rows(model: torch.nn.Module, layers: Sequence[LayerShape], dtype: torch.dtype) -> int:
+    """How many rows of a tile of BASE_ROWS differ, in a tile of equal rows or with other rows beside them."""
+    equal = _probe(model, layers, dtype, [PROBE_TOKEN] * BASE_ROWS)
     differing = int((equal != equal[0]).any(dim=-1).sum())
-    for place in (0, rows // 2, rows - 1):
-        mixed = [7 * i % 29 for i in range(rows)]
-        mixed[place] = token
-        differing += int((_probe(tiled, scratch, mixed)[place] != equal[0]).any())
+    for place in (0, BASE_ROWS // 2, BASE_ROWS - 1):
+        mixed = [(PROBE_TOKEN + 7 * i) % 29 for i in range(BASE_ROWS)]
+        mixed[place] = PROBE_TOKEN
+        differing += int((_probe(model, layers, dtype, mixed)[place] != equal[0]).any())
     return differing
 
 
-def _probe(tiled: TiledModel, scratch: KVCache, token_ids: list[int]) -> torch.Tensor:
-    """Logits [M, V] of M sequences of one token each."""
+@torch.inference_mode()
+def agreeing_sizes(
+    model: torch.nn.Module, layers: Sequence[LayerShape], dtype: torch.dtype, token_budget: int
+) -> tuple[int, ...]:
+    """BASE_ROWS and the other sizes, of use under that budget, whose every row agrees with it bit for bit, ascending."""
+    expected = _probe(model, layers, dtype, [PROBE_TOKEN] * BASE_ROWS)[0]
+    sizes = [BASE_ROWS]
+    for rows in OTHER_ROWS:
+        if rows <= max(token_budget, BASE_ROWS) and bool((_probe(model, layers, dtype, [PROBE_TOKEN] * rows) == expected).all()):
+            sizes.append(rows)
+    return tuple(sorted(sizes))
+
+
+def _probe(model: torch.nn.Module, layers: Sequence[LayerShape], dtype: torch.dtype, token_ids: list[int]) -> torch.Tensor:
+    """Logits [M, V] of M sequences of one token each, in one tile."""
     rows = len(token_ids)
     device = torch.device("cpu")
     flat = FlatBatch(
@@ -142,8 +188,9 @@ def _probe(tiled: TiledModel, scratch: KVCache, token_ids: list[int]) -> torch.T
         sample_rows=[],
         block_size=1,
     )
+    scratch = KVCache(layers, rows, 1, dtype, device)
     with attending(CachedStep(scratch, backend, backend.prepare(flat, device))):
-        output = tiled(
+        output = TiledModel(model, (rows,))(
             input_ids=torch.tensor([token_ids], device=device),
             position_ids=torch.zeros(1, rows, dtype=torch.int64, device=device),
             use_cache=False,

@@ -52,7 +52,8 @@ def contbatch(arguments: argparse.Namespace) -> Engine:
     print("\n".join(build.header_lines(prepare(), executor)), file=sys.stderr)
 
     def run(rows: Sequence[Row]) -> Outputs:
-        engine = build.build_engine(prepare(), executor.runner, build.stop_rule(StopStringRule(model.tokenizer), executor), time.monotonic)
+        rule = build.stop_rule(StopStringRule(model.tokenizer), executor)
+        engine = build.build_engine(prepare(), executor.runner, rule, time.monotonic)
         outputs: Outputs = {}
         for report in engine.run():
             if rows == [WARM_UP] and report.iteration == 2:

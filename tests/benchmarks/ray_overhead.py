@@ -2,7 +2,9 @@
 
     python tests/benchmarks/ray_overhead.py [--rows 64] [--repeats 3] [-m MODEL] [--threads N] [--step-s SECONDS]
 
-With `--step-s` there is no model: each step sleeps for so long, which shows Ray's own part on a machine that others use too. Times are of the run itself, from its first iteration to its last; starting Ray and loading come before it and are shown too.
+With `--step-s` there is no model: each step sleeps for so long, which shows Ray's own part on a machine that others
+use too. Times are of the run itself, from its first iteration to its last; starting Ray and loading come before it and are
+shown too.
 """
 
 from __future__ import annotations

@@ -52,8 +52,21 @@ def test_one_record_for_each_row(run, tmp_path):
 
 def test_bad_rows_fail_alone(run, tmp_path):
     source = tmp_path / "rows.jsonl"
-    lines = [b'{"prompt":"a"}', b'{"prompt":', b"", b"[1]", b'"\xff"', b'{"prompt":"a","max_tokns":3}', b'{"prompt":"a","top_p":7}']
-    lines += [b'{"prompt":""}', b'{"messages":[{"role":"odd","content":""}]}', b'{"id":"x","prompt":"a"}', b'{"id":"x","prompt":"a"}']
+    lines = [
+        b'{"prompt":"a"}',
+        b'{"prompt":',
+        b"",
+        b"[1]",
+        b'"\xff"',
+        b'{"prompt":"a","max_tokns":3}',
+        b'{"prompt":"a","top_p":7}',
+    ]
+    lines += [
+        b'{"prompt":""}',
+        b'{"messages":[{"role":"odd","content":""}]}',
+        b'{"id":"x","prompt":"a"}',
+        b'{"id":"x","prompt":"a"}',
+    ]
     lines += [b'{"prompt":"a","max_tokens":600}', b'{"prompt":"last"}']
     source.write_bytes(b"\n".join(lines))
     done = run(source)
@@ -128,7 +141,12 @@ def test_openai_rows_give_openai_lines(run, tmp_path):
     rows = [
         {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat},
         {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "hi", "max_tokens": 5}},
-        {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "hi", "max_tokens": -5}},
+        {
+            "custom_id": "c",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": "m", "prompt": "hi", "max_tokens": -5},
+        },
     ]
     done = run(file_of(tmp_path, *rows))
     assert done.status == 1
@@ -206,9 +224,13 @@ def test_stop_strings_end_rows(run, tmp_path):
 
 
 def test_token_ids_and_metrics_on_demand(run, tmp_path):
-    done = run(file_of(tmp_path, *prompts(3)), "--set", "output.token_ids=true", "--set", "output.metrics=true")
+    rows = [*prompts(3), {"prompt": "x", "n": 3}, *[{"prompt": f"y{i}", "n": 4, "temperature": 1.0} for i in range(20)]]
+    settings = ("--set", "output.token_ids=true", "--set", "output.metrics=true", "--set", "cache.num_blocks=20")
+    done = run(file_of(tmp_path, *rows), *settings)
+    assert done.status == 0, done.errors
     for record in done.records:
-        assert len(record["token_ids"]) == record["usage"]["completion_tokens"]
+        choices = record.get("choices", [record])
+        assert sum(len(choice["token_ids"]) for choice in choices) == record["usage"]["completion_tokens"]
         assert record["metrics"]["e2e_s"] >= record["metrics"]["ttft_s"] > 0
 
 

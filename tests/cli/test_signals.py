@@ -27,7 +27,13 @@ def source(tmp_path):
 
 def start(*arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, script=None, **more):
     return subprocess.Popen(
-        command("generate", *arguments), stdin=stdin, stdout=stdout, stderr=stderr, env=environment(**script or {}), cwd=ROOT, **more
+        command("generate", *arguments),
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        env=environment(**script or {}),
+        cwd=ROOT,
+        **more,
     )
 
 
@@ -68,8 +74,7 @@ def test_the_first_signal_ends_the_run_in_order(tmp_path, model, source, number,
     process.send_signal(number)
     last = ends(process, status)
     assert last == (
-        "contbatch: interrupted; rows without a record were not finished: "
-        f"the same command with --resume goes on with {output}"
+        f"contbatch: interrupted; rows without a record were not finished: the same command with --resume goes on with {output}"
     )
     kept = read_records(output)
     assert 10 < len(kept) < 400

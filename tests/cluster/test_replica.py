@@ -34,7 +34,9 @@ class Recorded:
 
 
 def row(index: int, prompt: int = 20, tokens: int = 5) -> Request:
-    return Request.from_prompt(RequestId(index, index % 2), list(range(index, index + prompt)), replace(GREEDY, max_tokens=tokens))
+    return Request.from_prompt(
+        RequestId(index, index % 2), list(range(index, index + prompt)), replace(GREEDY, max_tokens=tokens)
+    )
 
 
 def replica(runner: Recorded, seats: int = 4, forgotten: list[RequestId] | None = None) -> Replica:

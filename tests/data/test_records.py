@@ -4,11 +4,13 @@ import json
 import math
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from openai.types import Completion as OpenAICompletion
 from openai.types.chat import ChatCompletion
 
 from contbatch_cli.core.request import Finish, FinishReason, Request, RequestId, SamplingParams, TokenLogprob
-from contbatch_cli.data.records import Completion, RecordOptions, cancelled_record, fault_record, json_line, row_record
+from contbatch_cli.data.records import Completion, RecordOptions, _native, cancelled_record, fault_record, json_line, row_record
 from contbatch_cli.data.rows import OpenAIEnvelope, Row, RowFault, TextPrompt
 
 OPTIONS = RecordOptions(lambda token: bytes([token]), "tiny", 1_700_000_000)
@@ -157,3 +159,19 @@ def test_openai_error_line():
     line = json.loads(fault_record(fault, OPTIONS))
     assert (line["custom_id"], line["response"], line["index"]) == ("c1", None, 4)
     assert line["error"] == {"code": "prompt_too_long", "message": "m"}
+
+
+@given(
+    index=st.integers(0, 2**40),
+    id=st.one_of(st.none(), st.integers(), st.text(max_size=12)),
+    text=st.text(max_size=30),
+    finish=st.builds(
+        Finish,
+        st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]),
+        st.one_of(st.none(), st.integers(), st.text(max_size=5)),
+    ),
+)
+@example(index=0, id='"\\\u2028\ud800', text="\x00\x1f\x7f\x85\u2029\ud83d", finish=Finish(FinishReason.STOP, "\ud800"))
+def test_the_short_way_to_a_plain_record_gives_the_same_bytes(index, id, text, finish):
+    row, plain = row_of(index, id), completion(text, finish)
+    assert row_record(row, [plain], OPTIONS) == json_line(_native(row, [plain], OPTIONS, None))

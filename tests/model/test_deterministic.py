@@ -21,9 +21,12 @@ from contbatch_cli.errors import UsageError
 from contbatch_cli.model.attention import ATTENTION_NAME, cpu
 from contbatch_cli.model.attention import deterministic as backend
 from contbatch_cli.model.deterministic import (
-    TILE_ROWS,
+    BASE_ROWS,
+    OTHER_ROWS,
+    cut,
     make_deterministic,
     num_differing_rows,
+    rows_for,
     thread_candidates,
 )
 from contbatch_cli.model.kv_cache import KVCache
@@ -169,14 +172,13 @@ def test_the_tiles_compute_the_same_model():
 def test_the_probe_finds_a_model_whose_rows_depend_on_their_place():
     model = tiny("llama")
     layers = [call.shape for call in layers_of(model, CPU)]
-    tiled, _ = make_deterministic(model, layers, torch.float32)
-    assert num_differing_rows(tiled, layers, torch.float32) == 0
+    assert num_differing_rows(model, layers, torch.float32) == 0
     norm = model.model.norm
     plain = norm.forward
-    norm.forward = lambda states: plain(states) * (1 + 1e-6 * torch.arange(TILE_ROWS).view(1, -1, 1))
-    assert num_differing_rows(tiled, layers, torch.float32) > 0
+    norm.forward = lambda states: plain(states) * (1 + 1e-6 * torch.arange(BASE_ROWS).view(1, -1, 1))
+    assert num_differing_rows(model, layers, torch.float32) > 0
     norm.forward = lambda states: plain(states) + 1e-6 * states.mean()
-    assert num_differing_rows(tiled, layers, torch.float32) > 0
+    assert num_differing_rows(model, layers, torch.float32) > 0
     threads = torch.get_num_threads()
     with pytest.raises(UsageError, match="of 32 equal rows"):
         make_deterministic(model, layers, torch.float32)
@@ -195,6 +197,33 @@ def test_experts_are_refused():
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
     with pytest.raises(UsageError, match="mixtral routes tokens to 4 experts"):
         make_deterministic(model, [], torch.float32)
+
+
+def test_a_size_that_disagrees_is_not_used():
+    """A model whose norm rounds otherwise in tiles of 64 and more: rows agree within each size, and not across."""
+    model = tiny("llama")
+    layers = [call.shape for call in layers_of(model, CPU)]
+    norm = model.model.norm
+    plain = norm.forward
+    norm.forward = lambda states: plain(states) * (1 + 1e-6 * (states.shape[1] >= 64))
+    assert set(make_deterministic(model, layers, torch.float32)[0].sizes) <= {16, 32, 48}
+    norm.forward = plain
+    assert BASE_ROWS in make_deterministic(model, layers, torch.float32)[0].sizes
+    assert max(make_deterministic(model, layers, torch.float32, token_budget=50)[0].sizes) <= 50
+
+
+def test_a_step_is_cut_into_the_largest_tiles_that_it_fills():
+    assert cut(300, (16, 32, 256)) == [(0, 256, 256), (256, 288, 32), (288, 300, 16)]
+    assert cut(5, (32,)) == [(0, 5, 32)]
+    rng = random.Random(0)
+    for _ in range(200):
+        sizes = sorted({BASE_ROWS, *rng.sample(OTHER_ROWS, rng.randint(0, 5))})
+        num_tokens = rng.randint(1, 700)
+        tiles = cut(num_tokens, sizes)
+        assert [tile.first for tile in tiles] == [0, *(tile.stop for tile in tiles[:-1])] and tiles[-1].stop == num_tokens
+        assert all(tile.rows in sizes and tile.stop - tile.first <= tile.rows for tile in tiles)
+        assert all(tile.stop - tile.first == tile.rows for tile in tiles[:-1])
+        assert all(rows_for(count, sizes) >= count for count in range(1, tiles[0].rows + 1))
 
 
 def test_threads_fall_back_to_powers_of_two():
