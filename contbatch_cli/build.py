@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,11 +18,12 @@ from contbatch_cli.core.policies import POLICIES
 from contbatch_cli.core.request import Request
 from contbatch_cli.core.scheduler import StallFreeScheduler, StopRule
 from contbatch_cli.core.stop import first_of, repetition_rule, standard_stop_rule
+from contbatch_cli.core.windowed_cache import GroupedKVCacheManager, WindowedKVCacheManager, window_span
 from contbatch_cli.data import model_store
 from contbatch_cli.data.chat_template import ChatTemplate, split_reasoning
 from contbatch_cli.data.detokenizer import StopStringRule
 from contbatch_cli.data.job_rows import JobRows, Patience, ReadRow, RowReader, Waiting, forever
-from contbatch_cli.data.model_files import ModelInfo
+from contbatch_cli.data.model_files import ModelInfo, fingerprint
 from contbatch_cli.data.prepare import ModelLimits, PreparedRow, Preparer, SamplingDefaults
 from contbatch_cli.data.readers import InputOptions, read_rows
 from contbatch_cli.data.records import Completion
@@ -32,7 +33,18 @@ from contbatch_cli.data.sources import can_be_read_twice
 from contbatch_cli.data.template_rows import template_text
 from contbatch_cli.data.tokenizer import Tokenizer
 from contbatch_cli.engine import Clock, Engine, InferenceEngine, Runner
-from contbatch_cli.sizing import DeviceMemory, JobDemand, Sizes, block_size_of, most_blocks, resolve_sizes
+from contbatch_cli.errors import UsageError
+from contbatch_cli.sizing import (
+    DeviceMemory,
+    JobDemand,
+    LayerWindows,
+    Sizes,
+    WindowShare,
+    block_size_of,
+    largest_step,
+    most_blocks,
+    resolve_sizes,
+)
 
 if TYPE_CHECKING:
     from contbatch_cli.model.grammar import LazyGrammarMasks
@@ -45,11 +57,12 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """A model without its weights: what text, limits and sizes need."""
+    """A model without its weights: what text, limits and sizes need; and the directories of its adapters by name."""
 
     info: ModelInfo
     tokenizer: Tokenizer
     template: ChatTemplate
+    adapters: Mapping[str, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +81,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job ready to be executed, by a model or in a rehearsal."""
+    """A job ready to be executed, by a model or in a rehearsal. `windows`: which layers give back what they cannot read."""
 
     config: Config
     model: TextModel
@@ -77,6 +90,7 @@ class Job:
     order: Choice
     sizes: Sizes
     memory: DeviceMemory
+    windows: LayerWindows | None = None
 
     @property
     def has_work(self) -> bool:
@@ -107,7 +121,8 @@ def open_model(config: ModelConfig, chat_template: Path | None = None) -> TextMo
     directory = model_store.resolve(config.name, config.revision)
     tokenizer = Tokenizer.from_directory(directory)
     template = ChatTemplate.from_directory(directory, tokenizer.special_tokens, chat_template)
-    return TextModel(ModelInfo.from_directory(directory), tokenizer, template)
+    adapters = {name: model_store.resolve_adapter(name, source) for name, source in config.adapters.items()}
+    return TextModel(ModelInfo.from_directory(directory), tokenizer, template, adapters)
 
 
 def text_settings(effective: Effective, inputs: Inputs, model: TextModel, kind: str) -> dict[str, object]:
@@ -119,6 +134,7 @@ def text_settings(effective: Effective, inputs: Inputs, model: TextModel, kind: 
         "model.revision": config.model.revision,
         "model.fingerprint": model.info.fingerprint,
         "model.dtype": dtype_name(config.model, kind, model.info),
+        "model.adapters": {name: fingerprint(path) for name, path in sorted(model.adapters.items())} or None,
         "engine.deterministic": config.engine.deterministic,
         **{f"sampling.{name}": value for name, value in asdict(config.sampling).items()},
         "--template": template_text(template) if template is not None else None,
@@ -183,7 +199,7 @@ def prepare_job(
     """
     config = effective.config
     block_size, limit = cache_limit(config, model.info, memory)
-    preparer = make_preparer(effective, model, block_size, int(limit.value))
+    preparer = make_preparer(effective, model, memory.kind, block_size, int(limit.value))
     reader = RowReader(remaining(read_rows(inputs.sources, inputs.options)), inputs.are_live, waiting, patience)
     rows = JobRows(reader, preparer.prepare, on_fault)
     queue = JobQueue(rows, config.scheduler.window)
@@ -191,19 +207,40 @@ def prepare_job(
     sizes = job_sizes(config, model.info, memory, window, queue.is_exhausted)
     order = job_order(config, window, sizes)
     queue.set_order(order.value)
-    return Job(config, model, rows, queue, order, sizes, memory)
+    return Job(config, model, rows, queue, order, sizes, memory, layer_windows(model.info))
+
+
+def layer_windows(info: ModelInfo) -> LayerWindows | None:
+    """The layers whose window is shorter than the context, None when there are none. The longest window counts for all of them."""
+    windows = {i: window for i, window in enumerate(info.layer_windows) if window is not None and window < info.max_context}
+    return LayerWindows(max(windows.values()), frozenset(windows), info.num_layers) if windows else None
+
+
+def without_windows(job: Job) -> Job:
+    """The same with one pool of blocks for all layers, none of which gives blocks back before its row ends."""
+    return replace(job, windows=None, sizes=replace(job.sizes, num_window_blocks=0))
 
 
 def block_bytes(config: Config, info: ModelInfo, memory: DeviceMemory) -> int:
-    """Bytes of one block of the KV cache."""
-    block_size = int(block_size_of(config.cache).value)
-    return block_size * info.kv_bytes_per_token(DTYPE_BYTES[dtype_name(config.model, memory.kind, info)])
+    """Bytes of one block of the KV cache, without those of a pool of their own for layers with a window."""
+    windows = layer_windows(info)
+    num_layers = info.num_layers - (len(windows.layers) if windows is not None and not windows.are_all else 0)
+    return num_layers * _layer_block_bytes(config, info, memory)
+
+
+def _layer_block_bytes(config: Config, info: ModelInfo, memory: DeviceMemory) -> int:
+    per_token = info.kv_bytes_per_token(DTYPE_BYTES[dtype_name(config.model, memory.kind, info)])
+    return int(block_size_of(config.cache).value) * per_token // info.num_layers
 
 
 def cache_limit(config: Config, info: ModelInfo, memory: DeviceMemory) -> tuple[int, Choice]:
     """The size of a block in tokens, and the most blocks. Raises UsageError when that is none."""
-    limit = most_blocks(config.cache, block_bytes(config, info, memory), memory)
-    return int(block_size_of(config.cache).value), limit
+    block_size, windows, own = int(block_size_of(config.cache).value), layer_windows(info), None
+    if windows is not None and not windows.are_all:
+        seats, budget = largest_step(config.scheduler, memory.kind)
+        own_bytes = len(windows.layers) * _layer_block_bytes(config, info, memory)
+        own = WindowShare(own_bytes, seats * window_span(windows.window, budget, block_size))
+    return block_size, most_blocks(config.cache, block_bytes(config, info, memory), memory, own)
 
 
 def prepared_rows(
@@ -211,15 +248,14 @@ def prepared_rows(
 ) -> Iterator[PreparedRow | RowFault]:
     """All rows of the inputs, ready to run or not. Raises UsageError at once for what makes the run impossible."""
     block_size, limit = cache_limit(effective.config, model.info, memory)
-    preparer = make_preparer(effective, model, block_size, int(limit.value))
+    preparer = make_preparer(effective, model, memory.kind, block_size, int(limit.value))
     rows = read_rows(inputs.sources, inputs.options)
     return (preparer.prepare(row) if isinstance(row, Row) else row for row in rows)
 
 
 def build_engine(job: Job, runner: Runner, stop_rule: StopRule, clock: Clock) -> InferenceEngine:
     """The engine of a job, by its policy and sizes."""
-    scheduler = build_scheduler(job.config, job.sizes, job.model.info, stop_rule)
-    return InferenceEngine(scheduler, runner, job.queue, clock)
+    return InferenceEngine(build_scheduler(job, stop_rule), runner, job.queue, clock)
 
 
 def engine_of(job: Job, executor: Executor, stop_rule: StopRule, clock: Clock) -> Engine:
@@ -230,10 +266,22 @@ def engine_of(job: Job, executor: Executor, stop_rule: StopRule, clock: Clock) -
     return build_engine(job, executor.runner, stop_rule, clock)
 
 
-def build_scheduler(config: Config, sizes: Sizes, info: ModelInfo, stop_rule: StopRule) -> StallFreeScheduler:
+def build_scheduler(job: Job, stop_rule: StopRule) -> StallFreeScheduler:
     """The scheduler of one device, with its empty cache."""
-    kv = KVCacheManager(sizes.num_blocks, sizes.block_size, shares_prefixes(config, info))
-    return POLICIES[config.scheduler.policy](kv, sizes.token_budget, sizes.max_batch_size, stop_rule)
+    policy = POLICIES[job.config.scheduler.policy]
+    return policy(build_cache(job), job.sizes.token_budget, job.sizes.max_batch_size, stop_rule)
+
+
+def build_cache(job: Job) -> KVCacheManager | GroupedKVCacheManager:
+    """The cache's bookkeeping: one pool of blocks, or two where some layers see a window and others everything."""
+    sizes, windows = job.sizes, job.windows
+    size = sizes.block_size
+    if windows is None:
+        return KVCacheManager(sizes.num_blocks, size, shares_prefixes(job.config, job.model.info))
+    if windows.are_all:
+        return WindowedKVCacheManager(sizes.num_blocks, size, windows.window, sizes.token_budget)
+    own = WindowedKVCacheManager(sizes.num_window_blocks, size, windows.window, sizes.token_budget)
+    return GroupedKVCacheManager(KVCacheManager(sizes.num_blocks, size, prefix_caching=False), own)
 
 
 def complete(texts: StopStringRule, model: TextModel, request: Request, row: Row) -> Completion:
@@ -248,15 +296,18 @@ def complete(texts: StopStringRule, model: TextModel, request: Request, row: Row
     return Completion(request, content, reasoning)
 
 
-def make_preparer(effective: Effective, model: TextModel, block_size: int, num_blocks: int) -> Preparer:
-    """What turns rows into requests for this model, by the precedence of the contract."""
-    info = model.info
+def make_preparer(effective: Effective, model: TextModel, kind: str, block_size: int, num_blocks: int) -> Preparer:
+    """What turns rows into requests for this model on a device of that kind, by the precedence of the contract."""
+    info, windows = model.info, layer_windows(model.info)
+    _, budget = largest_step(effective.config.scheduler, kind)
     limits = ModelLimits(
         vocab_size=info.vocab_size,
         max_context=min(info.max_context, info.rope_limit_tokens or info.max_context),
         block_size=block_size,
         num_blocks=num_blocks,
+        most_row_blocks=window_span(windows.window, budget, block_size) if windows is not None and windows.are_all else None,
         eos_token_ids=_eos_token_ids(model),
+        adapters=frozenset(model.adapters),
     )
     defaults = SamplingDefaults(
         command_line=effective.command_line_sampling(),
@@ -271,7 +322,7 @@ def make_preparer(effective: Effective, model: TextModel, block_size: int, num_b
 def build_executor(job: Job) -> Executor:
     """The model with its weights on its device, its cache and its sampler. Imports torch."""
     from contbatch_cli.model.deterministic import make_deterministic
-    from contbatch_cli.model.kv_cache import KVCache
+    from contbatch_cli.model.kv_cache import KVCache, WindowPool
     from contbatch_cli.model.loading import load_model
     from contbatch_cli.model.memory import is_out_of_memory, release_unused
     from contbatch_cli.model.packing import pack_model
@@ -282,17 +333,21 @@ def build_executor(job: Job) -> Executor:
 
     settings = job.config.model
     if job.config.engine.deterministic:
+        _refuse_adapters(job.model)
         settings = replace(settings, attention="deterministic")
-    loaded = load_model(job.model.info.path, settings)
+    loaded = load_model(job.model.info.path, settings, job.model.adapters)
     model, how = loaded.model, f"attention {loaded.attention_choice}"
     if job.config.engine.deterministic:
         model, tiles = make_deterministic(loaded.model, loaded.layers, loaded.dtype, job.sizes.token_budget)
         how = f"deterministic: {tiles}"
     elif loaded.device.type == "cpu" and loaded.attention_choice in ("cpu", "cpu_native"):
         how += f", {pack_model(model, loaded.attention_choice)}"
-    cache = KVCache(loaded.layers, job.sizes.num_blocks, job.sizes.block_size, loaded.dtype, loaded.device)
+    _check_windows(job, loaded)
+    own = WindowPool(job.windows.layers, job.sizes.num_window_blocks) if job.windows and not job.windows.are_all else None
+    cache = KVCache(loaded.layers, job.sizes.num_blocks, job.sizes.block_size, loaded.dtype, loaded.device, own)
     masks = _grammar_masks(job, loaded.vocab_size)
-    runner = ModelRunner(model, cache, loaded.backend, Sampler(loaded.vocab_size, loaded.device, masks), loaded.device)
+    sampler = Sampler(loaded.vocab_size, loaded.device, masks)
+    runner = ModelRunner(model, cache, loaded.backend, sampler, loaded.device, loaded.adapters)
     splitting = SplittingRunner(runner, is_out_of_memory, lambda: release_unused(loaded.device))
     description = f"{loaded.dtype_choice} on {loaded.device_choice} ({loaded.device_choice.reason}), {how}"
     rules = (masks.stop_rule,) if masks is not None else ()
@@ -305,7 +360,25 @@ def _plain(job: Job, loaded: LoadedModel) -> LoadedModel:
 
     if loaded.device.type != "cpu":
         return loaded
-    return load_model(job.model.info.path, replace(job.config.model, attention="reference"))
+    return load_model(job.model.info.path, replace(job.config.model, attention="reference"), job.model.adapters)
+
+
+def _check_windows(job: Job, loaded: LoadedModel) -> None:
+    """A layer that reads further back than config.json says would read blocks that were given back."""
+    for layer in sorted(job.windows.layers) if job.windows else ():
+        assert job.windows is not None
+        window = loaded.windows[layer]
+        if window is None or window > job.windows.window:
+            raise UsageError(
+                f"model: layer {layer} of {job.config.model.name} sees {'all' if window is None else f'{window:,}'} tokens, "
+                f"a window of {job.windows.window:,} was read from its config.json"
+            )
+
+
+def _refuse_adapters(model: TextModel) -> None:
+    """Tokens of one adapter are computed together, as many as the step happens to have: the opposite of what is promised."""
+    if model.adapters:
+        raise UsageError(f"engine.deterministic: cannot be had with model.adapters ({', '.join(sorted(model.adapters))})")
 
 
 def _grammar_masks(job: Job, vocab_size: int) -> LazyGrammarMasks | None:
@@ -345,24 +418,39 @@ def header_lines(job: Job, executor: Executor) -> list[str]:
     info = job.model.info
     caching = "on" if shares_prefixes(job.config, info) else prefix_caching_off_reason(job.config, info)
     return [
-        f"model     {job.config.model.name}, {executor.description}",
+        f"model     {job.config.model.name}, {executor.description}{_adapters_clause(job.model)}",
         f"schedule  {job.config.scheduler.policy}, budget {sizes.token_budget:,} ({reasons['scheduler.token_budget']}), "
         f"batch {sizes.max_batch_size:,} ({reasons['scheduler.max_batch_size']}), order {job.order.value} ({job.order.reason})",
         f"cache     {sizes.num_blocks:,} blocks of {sizes.block_size} = {tokens:,} tokens "
-        f"({reasons['cache.num_blocks']}), prefix cache {caching}",
+        f"({reasons['cache.num_blocks']}){_windows_clause(job)}, prefix cache {caching}",
     ]
+
+
+def _windows_clause(job: Job) -> str:
+    windows = job.windows
+    if windows is None:
+        return ""
+    if windows.are_all:
+        return f", for the last {windows.window:,} tokens of each row"
+    own = f"{job.sizes.num_window_blocks:,} for {len(windows.layers)} of {windows.num_layers} layers"
+    return f", {own} with a window of {windows.window:,}"
+
+
+def _adapters_clause(model: TextModel) -> str:
+    return f", adapters {', '.join(sorted(model.adapters))}" if model.adapters else ""
 
 
 def prefix_caching_off_reason(config: Config, info: ModelInfo) -> str:
     if not config.cache.prefix_caching:
         return "off (cache.prefix_caching)"
-    num_windowed = sum(window is not None for window in info.layer_windows)
-    return f"off ({num_windowed} of {info.num_layers} layers see a sliding window)"
+    windows = layer_windows(info)
+    assert windows is not None
+    return f"off ({len(windows.layers)} of {info.num_layers} layers see a sliding window)"
 
 
 def shares_prefixes(config: Config, info: ModelInfo) -> bool:
     """Windowed layers may have dropped what a hit would need, so those models take no hits."""
-    return config.cache.prefix_caching and not any(window is not None for window in info.layer_windows)
+    return config.cache.prefix_caching and layer_windows(info) is None
 
 
 def job_sizes(config: Config, info: ModelInfo, memory: DeviceMemory, window: list[Request], is_whole: bool) -> Sizes:
@@ -371,7 +459,8 @@ def job_sizes(config: Config, info: ModelInfo, memory: DeviceMemory, window: lis
     shares = shares_prefixes(config, info) and shared_fraction(window, block_size) > 0
     demand = JobDemand([request.max_num_tokens for request in window], is_whole, shares, info.max_context)
     is_limit_set = config.cache.num_blocks != "auto" or config.cache.memory is not None
-    return resolve_sizes(config.scheduler, block_size, limit, memory.kind, demand, is_limit_set)
+    windows = layer_windows(info)
+    return resolve_sizes(config.scheduler, block_size, limit, memory.kind, demand, is_limit_set, windows)
 
 
 def job_order(config: Config, window: list[Request], sizes: Sizes) -> Choice:

@@ -51,10 +51,11 @@ class ModelReplicaBuilder:
 
     def build(self, sizes: Sizes, clock: Clock) -> tuple[Replica, str]:
         model = build.open_model(self.config.model)
-        executor = self.executor(_job_without_rows(self.config, model, sizes))
+        job = _job_without_rows(self.config, model, sizes)
+        executor = self.executor(job)
         assert executor.runner is not None, "a replica has a runner of its own"
         texts = StopStringRule(model.tokenizer)
-        scheduler = build.build_scheduler(self.config, sizes, model.info, build.stop_rule(texts, executor))
+        scheduler = build.build_scheduler(job, build.stop_rule(texts, executor))
         return Replica(scheduler, executor.runner, clock, texts.forget, executor.first_divergence), executor.description
 
     def executor(self, job: Job) -> Executor:
@@ -73,7 +74,7 @@ def _job_without_rows(config: Config, model: TextModel, sizes: Sizes) -> Job:
 
     rows = JobRows(RowReader(iter(()), is_live=False), no_row, lambda fault: None)
     memory = build.device_memory(config.model, model.info)
-    return Job(config, model, rows, JobQueue(rows, 1), Choice("input", "as sent"), sizes, memory)
+    return Job(config, model, rows, JobQueue(rows, 1), Choice("input", "as sent"), sizes, memory, build.layer_windows(model.info))
 
 
 @contextmanager
@@ -174,5 +175,5 @@ def _never_said(message: str) -> None:
 
 def _simulated_replica(job: Job, script: OutputScript, cost: CostModel) -> tuple[Replica, SimulatedClock]:
     clock = SimulatedClock()
-    scheduler = build.build_scheduler(job.config, job.sizes, job.model.info, script.stop_rule)
+    scheduler = build.build_scheduler(job, script.stop_rule)
     return Replica(scheduler, SimulatedRunner(script, cost, clock.advance), clock), clock

@@ -5,9 +5,9 @@ Each key carries what it means and what it may be (`Rule`), from which checks, m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from contbatch_cli.units import memory_bytes
 
@@ -33,6 +33,8 @@ class Rule:
 
 def key(default: T, rule: Rule) -> T:
     """A dataclass field with its built-in default and its rule."""
+    if isinstance(default, dict):
+        return cast(T, field(default_factory=default.copy, metadata={"rule": rule}))
     return field(default=default, metadata={"rule": rule})
 
 
@@ -58,6 +60,14 @@ class ModelConfig:
     )
     attention: str = key("auto", Rule("Attention backend; auto takes the fastest that fits the device and the model."))
     trust_remote_code: bool = key(False, Rule("Whether Python code that a model repository brings along may run."))
+    adapters: Mapping[str, str] = key(
+        {},
+        Rule(
+            "LoRA adapters that rows may name: the name, and the directory or hub id of a checkpoint in PEFT's format.",
+            pattern=r"\S.*",
+            expects="a mapping of names to directories or hub ids",
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)

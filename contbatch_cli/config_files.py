@@ -26,7 +26,7 @@ from contbatch_cli.config import (
     SamplingConfig,
     SchedulerConfig,
 )
-from contbatch_cli.config_schema import Key, Value, config_keys, section_names, shown, suggestion
+from contbatch_cli.config_schema import Key, Value, config_keys, mapping_of, section_names, shown, suggestion
 from contbatch_cli.errors import UsageError
 
 MAX_FILE_BYTES = 1 << 20
@@ -93,12 +93,16 @@ class Effective:
 
 
 def load_config(file: Path | None = None, assignments: Iterable[str] = (), options: Iterable[Option] = ()) -> Effective:
-    """The effective config: built-in defaults, then `file`, then each "key.path=value", then each option that was given."""
+    """The effective config: built-in defaults, then `file`, then each "key.path=value", then each option that was given.
+
+    "key.path.name=value" adds one entry to a mapping.
+    """
     values: dict[str, Value] = {path: key.default for path, key in config_keys().items()}
     origins = dict.fromkeys(values, DEFAULT)
     for written in _all_written(file, assignments, options):
-        values[written.path] = written.checked()
-        origins[written.path] = written.origin
+        path = written.key.path
+        values[path] = written.checked(values[path])
+        origins[path] = written.origin
     _check_together(values, origins)
     return Effective(_build(values), values, origins)
 
@@ -120,15 +124,19 @@ class _Written:
 
     @property
     def key(self) -> Key:
-        known = config_keys().get(self.path)
+        known = config_keys().get(self.path) or mapping_of(self.path)
         if known is None:
             raise self._error(_unknown_key(self.path))
         return known
 
-    def checked(self) -> Value:
+    def checked(self, before: Value) -> Value:
+        """The value as its key holds it; `before` is what the key holds so far, to which an entry of a mapping is added."""
         key = self.key
         try:
-            return key.convert(_as_meant(self.value, key))
+            meant = _as_meant(self.value, key)
+            if key.path == self.path or not isinstance(before, Mapping):
+                return key.convert(meant)
+            return key.convert({**before, self.path[len(key.path) + 1 :]: meant})
         except ValueError as error:
             raise self._error(str(error)) from None
 
@@ -141,6 +149,8 @@ class _Written:
 def _shown_as_written(value: object) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_shown_as_written, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{shown(name)}: {_shown_as_written(entry)}' for name, entry in value.items())}}}"
     if not isinstance(value, _Scalar):
         return shown(value)
     return shown(value.plain_text) if value.plain_text else json.dumps(value.value, default=str)
@@ -158,9 +168,11 @@ def _as_meant(value: object, key: Key) -> object:
     """The value of a scalar as its key means it: a revision of digits is text, `off` is false where a key is true or false."""
     if isinstance(value, list):
         return [_as_meant(item, key) for item in value]
+    if isinstance(value, dict):
+        return {name: _as_meant(entry, key) for name, entry in value.items()}
     if not isinstance(value, _Scalar):
         return value
-    is_text = (str in key.kinds and not {int, float} & set(key.kinds)) or key.is_list
+    is_text = (str in key.kinds and not {int, float} & set(key.kinds)) or key.is_list or key.is_mapping
     if is_text and value.plain_text is not None and value.value is not None:
         return value.plain_text
     if bool in key.kinds and value.plain_text is not None:
@@ -268,14 +280,20 @@ def _pairs(node: yaml.Node | None, file: str, what: str) -> Iterator[tuple[str, 
 
 
 def _plain_value(node: yaml.Node | None, place: str) -> object:
-    """A scalar with its text, or a list of scalars; anything deeper is refused."""
+    """A scalar with its text, a list of scalars or a mapping to scalars; anything deeper is refused."""
     if node is None:
         return _Scalar(None, "")
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node, place)
     if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
         return [_scalar(item, place) for item in node.value]
-    raise UsageError(f"{place}: must be a single value or a list of single values")
+    if isinstance(node, yaml.MappingNode) and all(isinstance(part, yaml.ScalarNode) for pair in node.value for part in pair):
+        names = [name.value for name, _ in node.value]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise UsageError(f"{place}: {shown(twice)} stands in it twice")
+        return {name.value: _scalar(entry, place) for name, entry in node.value}
+    raise UsageError(f"{place}: must be a single value, a list or a mapping of single values")
 
 
 def _plain_or_none(node: yaml.Node) -> object:
@@ -363,6 +381,8 @@ def yaml_text(value: Value) -> str:
     """A value in one line of YAML that this module reads back as the same value."""
     if isinstance(value, tuple):
         return f"[{', '.join(_quoted(item) for item in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{yaml_text(name)}: {yaml_text(entry)}' for name, entry in value.items())}}}"
     if isinstance(value, str):
         return value if re.fullmatch(r"[A-Za-z_./][\w./-]*", value, re.ASCII) and _is_plain_string(value) else _quoted(value)
     return json.dumps(value)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from contbatch_cli.config import Config, Rule
 
-Value = bool | int | float | str | tuple[str, ...] | None
+Value = bool | int | float | str | tuple[str, ...] | Mapping[str, str] | None
 """What a key can hold. Values of files arrive as these, or as lists."""
 
 MAX_NUMBER = 2**63 - 1
@@ -22,19 +23,25 @@ _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of the config; `path` is "section.name". It holds one of `kinds`, one of the words `choices`, or strings."""
+    """One key of the config; `path` is "section.name".
+
+    It holds one of `kinds`, one of the words `choices`, a list of strings, or a mapping of names to strings.
+    """
 
     path: str
     default: Value
     kinds: tuple[type, ...]
     choices: tuple[str, ...]
     is_list: bool
+    is_mapping: bool
     rule: Rule
 
     def convert(self, value: object) -> Value:
         """`value` as this key holds it. Raises ValueError that says what the key must be."""
         if self.is_list:
             return self._convert_list(value)
+        if self.is_mapping:
+            return self._convert_mapping(value)
         converted = self._convert_scalar(value)
         if self.rule.check is not None:
             self.rule.check(converted)
@@ -47,6 +54,14 @@ class Key:
         for item in items:
             self._check_text(item)
         return tuple(items)
+
+    def _convert_mapping(self, value: object) -> dict[str, str]:
+        entries = {} if value is None else value
+        if not isinstance(entries, Mapping) or not all(isinstance(entry, str) for entry in entries.values()):
+            raise ValueError(f"must be {self.expects}")
+        if not all(name.strip() for name in entries):
+            raise ValueError("has an entry without a name")
+        return {name: self._check_text(entry) for name, entry in entries.items()}
 
     def _convert_scalar(self, value: object) -> Value:
         if isinstance(value, str) and value in self.choices:
@@ -110,6 +125,8 @@ class Key:
         if self.is_list:
             text = {"type": "string", "minLength": 1}
             types = [text, {"type": "array", "items": text}]
+        if self.is_mapping:
+            types = [{"type": ["object", "null"], "additionalProperties": {"type": "string", "minLength": 1}}]
         default = list(self.default) if isinstance(self.default, tuple) else self.default
         return {"description": self.rule.doc, "default": default, **(types[0] if len(types) == 1 else {"anyOf": types})}
 
@@ -142,19 +159,30 @@ def section_names() -> tuple[str, ...]:
 def _section_keys(section: str, section_type: Any) -> list[Key]:
     hints = get_type_hints(section_type)
     return [
-        Key(f"{section}.{item.name}", cast(Value, item.default), *_allowed(hints[item.name]), item.metadata["rule"])
+        Key(f"{section}.{item.name}", _default(item), *_allowed(hints[item.name]), item.metadata["rule"])
         for item in fields(section_type)
     ]
 
 
-def _allowed(hint: Any) -> tuple[tuple[type, ...], tuple[str, ...], bool]:
-    """The kinds and the words that a type hint allows, and whether it is a list of strings."""
-    if get_origin(hint) is tuple:
-        return (), (), True
+def _default(item: Field[Any]) -> Value:
+    return cast(Value, item.default if item.default_factory is MISSING else item.default_factory())
+
+
+def mapping_of(path: str) -> Key | None:
+    """The mapping that "section.name.entry" is an entry of, None if there is none."""
+    section, _, rest = path.partition(".")
+    key = config_keys().get(f"{section}.{rest.partition('.')[0]}")
+    return key if key is not None and key.is_mapping and path.startswith(f"{key.path}.") else None
+
+
+def _allowed(hint: Any) -> tuple[tuple[type, ...], tuple[str, ...], bool, bool]:
+    """The kinds and the words that a type hint allows, whether it is a list of strings, and whether a mapping to strings."""
+    if get_origin(hint) in (tuple, Mapping):
+        return (), (), get_origin(hint) is tuple, get_origin(hint) is Mapping
     members = [hint] if isinstance(hint, type) or get_origin(hint) is Literal else get_args(hint)
     kinds = tuple(member for member in members if isinstance(member, type))
     choices = tuple(word for member in members if get_origin(member) is Literal for word in get_args(member))
-    return kinds, choices, False
+    return kinds, choices, False, False
 
 
 def json_schema() -> dict[str, Any]:

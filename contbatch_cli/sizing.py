@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from contbatch_cli.config import CacheConfig, SchedulerConfig
 from contbatch_cli.core.job_order import Choice
+from contbatch_cli.core.windowed_cache import window_span
 from contbatch_cli.errors import UsageError
 from contbatch_cli.units import memory_bytes
 
@@ -39,15 +40,38 @@ class JobDemand(NamedTuple):
     max_context: int
 
 
+class LayerWindows(NamedTuple):
+    """The `layers` that see no further than `window` tokens, of `num_layers` in all.
+
+    Where these are all layers, the cache is theirs; where some, they have a pool of blocks of their own beside it.
+    """
+
+    window: int
+    layers: frozenset[int]
+    num_layers: int
+
+    @property
+    def are_all(self) -> bool:
+        return len(self.layers) == self.num_layers
+
+
+class WindowShare(NamedTuple):
+    """What a pool of its own for layers with a window takes: bytes a block, and the most blocks that are of use."""
+
+    block_bytes: int
+    most_blocks: int
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The resolved sizes; `reasons` by their config keys."""
+    """The resolved sizes; `reasons` by their config keys. `num_window_blocks` are those of a pool for layers with a window."""
 
     token_budget: int
     max_batch_size: int
     block_size: int
     num_blocks: int
     reasons: dict[str, str]
+    num_window_blocks: int = 0
 
 
 def block_size_of(cache: CacheConfig, minimum: int = 1) -> Choice:
@@ -59,29 +83,51 @@ def block_size_of(cache: CacheConfig, minimum: int = 1) -> Choice:
     return Choice(str(BLOCK_SIZE), "default")
 
 
-def most_blocks(cache: CacheConfig, block_bytes: int, memory: DeviceMemory) -> Choice:
-    """The most blocks that the config and the memory allow. Raises UsageError when that is none."""
+def most_blocks(cache: CacheConfig, block_bytes: int, memory: DeviceMemory, own: WindowShare | None = None) -> Choice:
+    """The most blocks that the config and the memory allow. Raises UsageError when that is none.
+
+    With `own` some layers have a pool of their own, which has as many blocks up to those that are of use.
+    """
     if cache.num_blocks != "auto":
         return Choice(str(cache.num_blocks), "as set")
     budget = memory_bytes(cache.memory if cache.memory is not None else CACHE_FRACTION[memory.kind], memory.free_bytes)
-    num_blocks = budget // block_bytes
+    both = block_bytes + (own.block_bytes if own is not None else 0)
+    num_blocks = budget // both
+    if own is not None and num_blocks > own.most_blocks:
+        num_blocks = (budget - own.most_blocks * own.block_bytes) // block_bytes
     if num_blocks < 1:
         raise UsageError(
             f"cache.memory: {budget:,} bytes of {memory.free_bytes:,} free on {memory.kind} hold no block of the KV cache, "
-            f"which takes {block_bytes:,} bytes"
+            f"which takes {both:,} bytes"
         )
     return Choice(str(num_blocks), f"{budget / 2**30:.2f} GiB of {memory.free_bytes / 2**30:.2f} GiB free")
 
 
+def largest_step(scheduler: SchedulerConfig, kind: str) -> tuple[int, int]:
+    """The most seats and the largest token budget that `resolve_sizes` may find, before anything is known of the job."""
+    seats = SEATS[kind] if scheduler.max_batch_size == "auto" else scheduler.max_batch_size
+    budget = max(TOKEN_BUDGET[kind], seats) if scheduler.token_budget == "auto" else scheduler.token_budget
+    return min(seats, budget), budget
+
+
 def resolve_sizes(
-    scheduler: SchedulerConfig, block_size: int, limit: Choice, kind: str, job: JobDemand, is_limit_set: bool
+    scheduler: SchedulerConfig,
+    block_size: int,
+    limit: Choice,
+    kind: str,
+    job: JobDemand,
+    is_limit_set: bool,
+    windows: LayerWindows | None = None,
 ) -> Sizes:
     """Sizes for a job whose cache may have at most `limit` blocks; with `is_limit_set` it has exactly that many."""
     reasons: dict[str, str] = {}
     seats = _max_batch_size(scheduler, kind, job, reasons)
     budget = _token_budget(scheduler, kind, seats, reasons)
-    num_blocks = _num_blocks(block_size, limit, min(seats, budget), job, is_limit_set, reasons)
-    return Sizes(budget, seats, block_size, num_blocks, reasons)
+    span = window_span(windows.window, budget, block_size) if windows is not None else None
+    at_most = span if windows is not None and windows.are_all else None
+    num_blocks = _num_blocks(block_size, limit, min(seats, budget), job, is_limit_set, reasons, at_most)
+    own = min(num_blocks, min(seats, budget) * span) if span is not None and at_most is None else 0
+    return Sizes(budget, seats, block_size, num_blocks, reasons, own)
 
 
 def _max_batch_size(scheduler: SchedulerConfig, kind: str, job: JobDemand, reasons: dict[str, str]) -> int:
@@ -109,15 +155,26 @@ def _token_budget(scheduler: SchedulerConfig, kind: str, seats: int, reasons: di
 
 
 def _num_blocks(
-    block_size: int, limit: Choice, seats: int, job: JobDemand, is_limit_set: bool, reasons: dict[str, str]
+    block_size: int,
+    limit: Choice,
+    seats: int,
+    job: JobDemand,
+    is_limit_set: bool,
+    reasons: dict[str, str],
+    at_most: int | None,
 ) -> int:
-    """The limit, or less where the job cannot use it: blocks of its largest `seats` rows, or of all rows when some share."""
+    """The limit, or less where the job cannot use it: blocks of its largest `seats` rows, or of all rows when some share.
+
+    No row holds more than `at_most` blocks.
+    """
     if is_limit_set:
         reasons["cache.num_blocks"] = limit.reason
         return int(limit.value)
     needs = [-(-tokens // block_size) for tokens in job.row_tokens]
     if not job.is_whole:
         needs.append(-(-job.max_context // block_size))
+    if at_most is not None:
+        needs = [min(need, at_most) for need in needs]
     wanted = max(sum(needs) if job.shares_prefixes else sum(nlargest(seats, needs)), 1)
     if wanted >= int(limit.value):
         reasons["cache.num_blocks"] = limit.reason

@@ -132,7 +132,12 @@ def test_empty_files_and_sections_say_nothing(config_file: Path, text: str) -> N
         ("sampling: {min_tokens: 9, max_tokens: 3}", "sampling.min_tokens = 9 ("),
         ("sampling: {stop: [a, ~]}", "sampling.stop = [a, ~]: must be a string that is not empty, or a list of such strings"),
         ("sampling: {stop: ['']}", 'sampling.stop = [""]: must not be empty'),
-        ("sampling: {seed: {a: 1}}", ":1: sampling.seed: must be a single value or a list of single values"),
+        ("sampling: {seed: {a: 1}}", ":1: sampling.seed = {a: 1}: must be a whole number of at least 0"),
+        ("sampling: {seed: {a: [1]}}", ":1: sampling.seed: must be a single value, a list or a mapping of single values"),
+        ("model: {adapters: x}", ":1: model.adapters = x: must be a mapping of names to directories or hub ids"),
+        ("model: {adapters: {a: x, b: ''}}", ':1: model.adapters = {a: x, b: ""}: must not be empty'),
+        ("model: {adapters: {a: x, a: y}}", ":1: model.adapters: a stands in it twice"),
+        ("model: {adapters: {'': y}}", ":1: model.adapters = {\"\": y}: has an entry without a name"),
         ("sampling: {seed: [1]}", ":1: sampling.seed = [1]: must be a whole number of at least 0"),
         ("sampling: 5", ":1: sampling must be a mapping of keys to values"),
         ("- a", ":1: the config must be a mapping of keys to values"),
@@ -269,3 +274,16 @@ def test_schema_and_checks_agree(path: str, value: object) -> None:
         assert not fits
     else:
         assert fits
+
+
+def test_a_mapping_is_written_whole_or_entry_by_entry(config_file: Path) -> None:
+    config_file.write_text("model:\n  adapters: {fr: adapters/fr, 7: 2024}\n")
+    assert load_config(config_file).config.model.adapters == {"fr": "adapters/fr", "7": "2024"}
+    effective = load_config(config_file, ["model.adapters.de=somebody/german lora", "model.adapters.fr=other"])
+    assert effective.config.model.adapters == {"fr": "other", "7": "2024", "de": "somebody/german lora"}
+    config_file.write_text(to_yaml(effective), encoding="utf-8")
+    assert load_config(config_file).config == effective.config
+    assert load_config(config_file, ["model.adapters={}"]).config.model.adapters == {}
+    with pytest.raises(UsageError, match=r"--set model.adapters.a=\[1\]: must be a mapping of names"):
+        load_config(None, ["model.adapters.a=[1]"])
+    assert load_config().config.model.adapters == {}, "a default was changed in place"

@@ -6,8 +6,19 @@ import pytest
 
 from contbatch_cli.config import CacheConfig, SchedulerConfig
 from contbatch_cli.core.job_order import Choice
+from contbatch_cli.core.windowed_cache import window_span
 from contbatch_cli.errors import UsageError
-from contbatch_cli.sizing import DeviceMemory, JobDemand, Sizes, block_size_of, most_blocks, resolve_sizes
+from contbatch_cli.sizing import (
+    DeviceMemory,
+    JobDemand,
+    LayerWindows,
+    Sizes,
+    WindowShare,
+    block_size_of,
+    largest_step,
+    most_blocks,
+    resolve_sizes,
+)
 
 MANY = Choice("100000", "lots")
 
@@ -62,3 +73,47 @@ def test_block_size_is_the_backends_minimum_unless_set() -> None:
     assert block_size_of(CacheConfig()).value == "16"
     assert block_size_of(CacheConfig(), minimum=256).value == "256"
     assert block_size_of(CacheConfig(block_size=3), minimum=256).value == "3"
+
+
+SOME, ALL = LayerWindows(100, frozenset({0, 2}), 4), LayerWindows(100, frozenset(range(4)), 4)
+
+
+def windowed_sizes(windows: LayerWindows, rows: list[int], scheduler: SchedulerConfig, is_limit_set: bool = False) -> Sizes:
+    return resolve_sizes(scheduler, 16, MANY, "cpu", JobDemand(rows, True, False, 8192), is_limit_set, windows)
+
+
+def test_a_row_of_a_windowed_model_holds_no_more_than_window_and_budget() -> None:
+    scheduler = SchedulerConfig(token_budget=64, max_batch_size=4)
+    span = window_span(100, 64, 16)
+    assert span == 12, "163 tokens lie in 12 blocks of 16 at most"
+    assert windowed_sizes(ALL, [5000] * 9, scheduler).num_blocks == 4 * span
+    assert windowed_sizes(ALL, [5000, 20], scheduler).num_blocks == span + 2
+    assert windowed_sizes(ALL, [5000] * 9, scheduler).num_window_blocks == 0
+
+
+def test_layers_with_a_window_have_a_pool_of_their_own_beside_the_others() -> None:
+    scheduler = SchedulerConfig(token_budget=64, max_batch_size=4)
+    found = windowed_sizes(SOME, [5000] * 9, scheduler)
+    assert (found.num_blocks, found.num_window_blocks) == (4 * 313, 4 * 12)
+    short = windowed_sizes(SOME, [32] * 9, scheduler)
+    assert (short.num_blocks, short.num_window_blocks) == (8, 8)
+    assert windowed_sizes(SOME, [32] * 9, scheduler, is_limit_set=True).num_window_blocks == 48
+
+
+def test_memory_is_shared_between_the_pools() -> None:
+    memory = DeviceMemory("cpu", 1 << 30)
+    own = WindowShare(3 << 20, 100)
+    assert most_blocks(CacheConfig(memory="100MiB"), 1 << 20, memory, own).value == "25"
+    assert most_blocks(CacheConfig(memory="400MiB"), 1 << 20, memory, own).value == "100"
+    assert most_blocks(CacheConfig(memory="500MiB"), 1 << 20, memory, own).value == "200"
+
+
+@pytest.mark.parametrize("budget", ["auto", 4, 4000])
+@pytest.mark.parametrize("seats", ["auto", 3, 700])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_no_job_has_a_larger_step_than_was_reckoned_with(kind: str, seats: int, budget: int) -> None:
+    scheduler = SchedulerConfig(token_budget=budget, max_batch_size=seats)
+    most_seats, most_tokens = largest_step(scheduler, kind)
+    for rows in ([9], [9] * 50, [9] * 2000):
+        found = resolve_sizes(scheduler, 16, MANY, kind, JobDemand(rows, True, False, 8192), False)
+        assert min(found.max_batch_size, found.token_budget) <= most_seats and found.token_budget <= most_tokens

@@ -51,7 +51,7 @@ def calibrate(config: ConfigFile = None, assignments: Assignments = None, model:
     memory = build.device_memory(effective.config.model, text_model.info)
     num_blocks = _num_blocks(effective.config, text_model, memory)
     effective = effective_config(config, [*(assignments or ()), f"cache.num_blocks={num_blocks}"], model=model)
-    job = _job(effective, text_model, memory)
+    job = build.without_windows(_job(effective, text_model, memory))
     runner = build.build_executor(job).runner
     limits = StepLimits(num_blocks, job.sizes.block_size, job.sizes.token_budget, text_model.info.max_context)
     batches = calibration_batches(limits, with_unsampled=memory.kind == "cpu")

@@ -77,7 +77,7 @@ class Rehearsals:
         )
 
     def _model(self, config: Config) -> TextModel:
-        key = (config.model.name, config.model.revision)
+        key = (config.model.name, config.model.revision, *sorted(config.model.adapters.items()))
         if key not in self._models:
             self._models[key] = open_model(config.model, self.inputs.chat_template)
         return self._models[key]

@@ -17,10 +17,18 @@ class Logits(IntEnum):
     ALL = 2
 
 
+class WindowTable(NamedTuple):
+    """A block table whose first block begins at position `block_start`; no token of the run reads anything before it."""
+
+    block_ids: tuple[int, ...]
+    block_start: int
+
+
 class ScheduledSequence(NamedTuple):
     """The next run of uncomputed tokens of one request: positions `start` to `start + len(tokens)`.
 
-    `block_ids` is the request's block table and covers the run's end. The run samples one token when `samples` is set, which
+    `block_ids` is the request's block table and covers the run's end; it begins at position `block_start`, 0 unless all layers see a
+    window only. Where some do, `window` is the table for these. The run samples one token when `samples` is set, which
     is so exactly when its end is the last token known and the row asks for more. `history` holds all tokens known, prompt
     first, where a logits processor needs them (`SamplingParams.needs_history`), `num_prompt_tokens` of them being the prompt.
     """
@@ -37,6 +45,8 @@ class ScheduledSequence(NamedTuple):
     adapter: str | None = None
     next_token: int | None = None
     """The known token that follows the run; only for a run that reports prompt log-probabilities and ends inside the prompt."""
+    block_start: int = 0
+    window: WindowTable | None = None
 
     @property
     def end(self) -> int:

@@ -17,11 +17,12 @@ class FlatBatch(NamedTuple):
     """One iteration's tokens side by side, without padding. The lists are not to be changed.
 
     `input_ids`, `position_ids` and `slot_mapping` have length T; `slot_mapping` says where each token's key and value go:
-    `block_ids[position // block_size] * block_size + position % block_size`, no slot twice in a step. `query_starts` has length
-    S + 1: sequence i owns the flat tokens `query_starts[i]` to `query_starts[i + 1]`. `context_lens[i]` tokens of sequence i
-    are in the cache once the step's keys and values are written, its own last token being the newest. `block_tables[i]`
-    covers them. `logit_rows` (length L) are the flat tokens that need the LM head, ascending; `logit_starts` (S + 1) says which
-    of those rows are whose. `sampling` are the sequences that sample, and `sample_rows` where in `logit_rows` each one's last
+    `block_ids[place // block_size] * block_size + place % block_size`, no slot twice in a step, `place` being the position
+    counted from where the sequence's table begins. `query_starts` has length S + 1: sequence i owns the flat tokens
+    `query_starts[i]` to `query_starts[i + 1]`. `context_lens[i]` tokens of sequence i, counted from where its table begins, are
+    in the cache once the step's keys and values are written, its own last token being the newest. `block_tables[i]` covers
+    them. `logit_rows` (length L) are the flat tokens that need the LM head, ascending; `logit_starts` (S + 1) says which of
+    those rows are whose. `sampling` are the sequences that sample, and `sample_rows` where in `logit_rows` each one's last
     token stands.
     """
 
@@ -56,7 +57,8 @@ def flatten(batch: ScheduledBatch, block_size: int) -> FlatBatch:
     query_starts = [0]
     for sequence in sequences:
         positions.extend(range(sequence.start, sequence.end))
-        slots.extend(_slots(sequence.block_ids, sequence.start, sequence.end, block_size))
+        first = sequence.block_start
+        slots.extend(_slots(sequence.block_ids, sequence.start - first, sequence.end - first, block_size))
         query_starts.append(len(positions))
     logit_rows, logit_starts = _logit_rows(sequences, query_starts)
     sampling = [i for i, sequence in enumerate(sequences) if sequence.samples]
@@ -65,7 +67,7 @@ def flatten(batch: ScheduledBatch, block_size: int) -> FlatBatch:
         position_ids=positions,
         slot_mapping=slots,
         query_starts=query_starts,
-        context_lens=[sequence.end for sequence in sequences],
+        context_lens=[sequence.end - sequence.block_start for sequence in sequences],
         block_tables=[sequence.block_ids for sequence in sequences],
         logit_rows=logit_rows,
         logit_starts=logit_starts,
@@ -75,9 +77,24 @@ def flatten(batch: ScheduledBatch, block_size: int) -> FlatBatch:
     )
 
 
+def flatten_windows(batch: ScheduledBatch, flat: FlatBatch) -> FlatBatch:
+    """The flat batch of the same plan for the layers whose sequences have a table of their own, `window`."""
+    slots: list[int] = []
+    lengths: list[int] = []
+    tables: list[tuple[int, ...]] = []
+    for sequence in batch.sequences:
+        assert sequence.window is not None, f"{sequence.request_id} has no table for the layers with a window"
+        table, first = sequence.window
+        slots.extend(_slots(table, sequence.start - first, sequence.end - first, flat.block_size))
+        lengths.append(sequence.end - first)
+        tables.append(table)
+    return flat._replace(slot_mapping=slots, context_lens=lengths, block_tables=tables)
+
+
 def _flatten_single_tokens(sequences: tuple[ScheduledSequence, ...], block_size: int) -> FlatBatch:
     """The same for runs of one token each: most steps of most jobs, so each list is one comprehension."""
     starts = [sequence.start for sequence in sequences]
+    places = [sequence.start - sequence.block_start for sequence in sequences]
     tables = [sequence.block_ids for sequence in sequences]
     rows = [i for i, sequence in enumerate(sequences) if sequence.logits]
     logit_starts = list(range(len(sequences) + 1))
@@ -88,10 +105,10 @@ def _flatten_single_tokens(sequences: tuple[ScheduledSequence, ...], block_size:
         input_ids=[sequence.tokens[0] for sequence in sequences],
         position_ids=starts,
         slot_mapping=[
-            table[start // block_size] * block_size + start % block_size for table, start in zip(tables, starts, strict=True)
+            table[place // block_size] * block_size + place % block_size for table, place in zip(tables, places, strict=True)
         ],
         query_starts=list(range(len(sequences) + 1)),
-        context_lens=[start + 1 for start in starts],
+        context_lens=[place + 1 for place in places],
         block_tables=tables,
         logit_rows=rows,
         logit_starts=logit_starts,

@@ -14,9 +14,10 @@ SOSP 2023), with registrations that stay provisional until the step that compute
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
+from contbatch_cli.core.forecast import Demand, peak_tokens
 from contbatch_cli.core.request import RequestId
 
 ChainHash = Callable[[int, Hashable], int]
@@ -51,12 +52,19 @@ class PrefixNode:
 
 
 class BlockTable:
-    """One request's blocks in order of position; the first `num_sealed` are full, and `node` is their content."""
+    """One request's blocks in order of position; the first `num_sealed` are full, and `node` is their content.
 
-    __slots__ = ("block_ids", "node", "num_sealed", "num_shared")
+    `num_promised` blocks are the most that it will hold. `first_block` blocks before the table's first were given back because no
+    token reads them any more; `window` is the request's table for layers with a window, where these have one of their own.
+    """
 
-    def __init__(self, block_ids: tuple[int, ...], node: PrefixNode) -> None:
+    __slots__ = ("block_ids", "first_block", "node", "num_promised", "num_sealed", "num_shared", "window")
+
+    def __init__(self, block_ids: tuple[int, ...], node: PrefixNode, num_promised: int) -> None:
         self.block_ids = block_ids
+        self.first_block = 0
+        self.num_promised = num_promised
+        self.window: BlockTable | None = None
         self.node = node
         self.num_sealed = len(block_ids)
         self.num_shared = len(block_ids)
@@ -68,6 +76,14 @@ class PrefixHit(NamedTuple):
     block_ids: tuple[int, ...]
     num_free: int
     node: PrefixNode
+
+
+class Newcomer(NamedTuple):
+    """A request that might start: its known tokens, the prefix that is there already, and the tokens expected to come."""
+
+    num_tokens: int
+    hit: PrefixHit
+    remaining: int
 
 
 class KVCacheManager:
@@ -92,6 +108,9 @@ class KVCacheManager:
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._provisional: list[int] = []
+        self._num_promised = 0
+
+    # What can be asked
 
     @property
     def num_free(self) -> int:
@@ -101,14 +120,40 @@ class KVCacheManager:
     def blocks_used(self) -> int:
         return self.num_blocks - len(self._blank) - len(self._cached)
 
-    @property
-    def capacity(self) -> int:
-        """Tokens that fit an empty cache."""
-        return self.num_blocks * self.block_size
-
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens fill, the last one perhaps in part."""
         return -(-num_tokens // self.block_size)
+
+    def most_blocks_for(self, num_tokens: int) -> int:
+        """The most blocks that a request holds at any one time until it has `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether an empty cache holds a request to its end."""
+        return self.most_blocks_for(num_tokens) <= self.num_blocks
+
+    def has_room(self, num_tokens: int, hit: PrefixHit) -> bool:
+        """Whether a request of `num_tokens` known tokens can be opened with `hit` and grown now."""
+        return self._needed(num_tokens, hit) <= self.num_free
+
+    def can_promise(self, num_tokens: int) -> bool:
+        """Whether all tables at their most, and one more of `num_tokens` tokens, fit the cache."""
+        return self._num_promised + self.most_blocks_for(num_tokens) <= self.num_blocks
+
+    def expected_peak(self, newcomer: Newcomer, remaining: Iterable[tuple[RequestId, int]]) -> float:
+        """Expected peak of use, as a share of the cache, if `newcomer` joined the tables, of which `remaining` tokens are to come."""
+        size = self.block_size
+        needed = self._needed(newcomer.num_tokens, newcomer.hit)
+        demands = [Demand(newcomer.remaining, needed * size)]
+        for request_id, num_more in remaining:
+            table = self.tables[request_id]
+            demands.append(Demand(num_more, (len(table.block_ids) - table.num_shared) * size))
+        shared = max(self.blocks_used + needed - sum(demand.own for demand in demands) // size, 0)
+        return (shared + self.blocks_for(peak_tokens(demands, size // 2))) / self.num_blocks
+
+    def _needed(self, num_tokens: int, hit: PrefixHit) -> int:
+        """Free blocks that opening with `hit` and growing to `num_tokens` tokens takes."""
+        return self.most_blocks_for(num_tokens) - len(hit.block_ids) + hit.num_free
 
     def lookup(self, token_ids: Sequence[int], salt: Hashable = None) -> PrefixHit:
         """The longest registered prefix of `token_ids` in full blocks that leaves at least the last token to be computed."""
@@ -126,25 +171,32 @@ class KVCacheManager:
             num_free += not self._num_tables[block]
         return PrefixHit(tuple(block_ids), num_free, node)
 
-    def open(self, request_id: RequestId, hit: PrefixHit) -> int:
-        """Start a request's table with the blocks of `hit`, a lookup of this very moment; returns the tokens they hold."""
+    # What changes it
+
+    def open(self, request_id: RequestId, hit: PrefixHit, max_num_tokens: int) -> int:
+        """Start a request's table with the blocks of `hit`, a lookup of this very moment; returns the tokens they hold.
+
+        The request will have `max_num_tokens` tokens at most.
+        """
         assert request_id not in self.tables, f"{request_id} has a table already"
         for block in hit.block_ids:
             if not self._num_tables[block]:
                 del self._cached[block]
             self._num_tables[block] += 1
-        self.tables[request_id] = BlockTable(hit.block_ids, hit.node)
+        table = self.tables[request_id] = BlockTable(hit.block_ids, hit.node, self.most_blocks_for(max_num_tokens))
+        self._num_promised += table.num_promised
         return len(hit.block_ids) * self.block_size
 
-    def grow(self, request_id: RequestId, num_tokens: int) -> bool:
-        """Make the request's table cover `num_tokens` tokens: all of it, or nothing and False."""
-        table = self.tables[request_id]
-        missing = -(-num_tokens // self.block_size) - len(table.block_ids)
-        if missing <= 0:
-            return True
+    def grow(self, request_id: RequestId, num_computed: int, num_tokens: int) -> bool:
+        """Make the request's table cover its `num_tokens` known tokens, `num_computed` of them computed: or nothing and False."""
+        missing = -(-num_tokens // self.block_size) - len(self.tables[request_id].block_ids)
+        return missing <= 0 or self._extend(request_id, missing)
+
+    def _extend(self, request_id: RequestId, missing: int) -> bool:
+        """`missing` more blocks at the end of the table: all of them, or nothing and False."""
         if missing > self.num_free:
             return False
-        table.block_ids += tuple(self._take_blank() for _ in range(missing))
+        self.tables[request_id].block_ids += tuple(self._take_blank() for _ in range(missing))
         return True
 
     def seal(self, request_id: RequestId, token_ids: Sequence[int], end: int) -> None:
@@ -183,13 +235,19 @@ class KVCacheManager:
     def release(self, request_id: RequestId) -> None:
         """Give a request's blocks back, if it has any. Registered ones stay findable, the end of the prompt evicted first."""
         table = self.tables.pop(request_id, None)
-        for block in reversed(table.block_ids if table else ()):
-            self._num_tables[block] -= 1
-            if not self._num_tables[block]:
-                if self._node_of[block] is None:
-                    self._blank.append(block)
-                else:
-                    self._cached[block] = None
+        if table is not None:
+            self._num_promised -= table.num_promised
+            for block in reversed(table.block_ids):
+                self._drop(block)
+
+    def _drop(self, block: int) -> None:
+        """One table less holds the block."""
+        self._num_tables[block] -= 1
+        if not self._num_tables[block]:
+            if self._node_of[block] is None:
+                self._blank.append(block)
+            else:
+                self._cached[block] = None
 
     def forget(self, request_id: RequestId) -> None:
         """Unregister all blocks of a request whose values cannot be trusted; they stay in its table."""
@@ -223,6 +281,7 @@ class KVCacheManager:
             for block in table.block_ids:
                 holders[block] += 1
         assert holders == self._num_tables, "reference counts differ from the tables"
+        assert self._num_promised == sum(table.num_promised for table in self.tables.values()), "promises differ from the tables"
         free = self._blank + list(self._cached)
         assert len(free) == len(set(free)), "a block is free twice"
         assert sorted(free) == [block for block, count in enumerate(holders) if not count], "free differs from unreferenced"

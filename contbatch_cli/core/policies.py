@@ -20,7 +20,8 @@ class PrefillFirstScheduler(StallFreeScheduler):
     def _plan(self, step: Step) -> None:
         if self.running and not self.running[-1].is_prefill_done:
             request = self.running[-1]
-            step.add(self._sequence(request, min(request.num_tokens, request.num_computed_tokens + step.budget_left)))
+            if self._make_room(request, step):
+                step.add(self._sequence(request, step.budget_left))
         self._admit(step)
         if not step.sequences:
             self._continue_running(step)
@@ -44,7 +45,7 @@ class StaticScheduler(PrefillFirstScheduler):
     def _has_room(self, request: Request, hit: PrefixHit) -> bool:
         if self._is_closed:
             return False
-        return self._promised_blocks + self.kv.blocks_for(request.max_num_tokens) <= self.kv.num_blocks
+        return self.kv.can_promise(request.max_num_tokens)
 
 
 POLICIES: dict[str, type[StallFreeScheduler]] = {

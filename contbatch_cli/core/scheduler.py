@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from contbatch_cli.core.batch import BatchResult, Logits, ScheduledBatch, ScheduledSequence, SequenceResult
-from contbatch_cli.core.forecast import OVERCOMMIT, Demand, OutputLengths, peak_tokens
-from contbatch_cli.core.kv_cache_manager import KVCacheManager, PrefixHit
+from contbatch_cli.core.batch import BatchResult, Logits, ScheduledBatch, ScheduledSequence, SequenceResult, WindowTable
+from contbatch_cli.core.forecast import OVERCOMMIT, OutputLengths
+from contbatch_cli.core.kv_cache_manager import KVCacheManager, Newcomer, PrefixHit
 from contbatch_cli.core.request import Finish, FinishReason, Request, RequestId
+from contbatch_cli.core.windowed_cache import GroupedKVCacheManager
 
 StopRule = Callable[[Request], Finish | None]
 
@@ -42,7 +43,7 @@ class StallFreeScheduler:
     that every running request gets a token in every step. `stop_rule` is asked after each new token.
     """
 
-    def __init__(self, kv: KVCacheManager, token_budget: int, max_batch_size: int, stop_rule: StopRule) -> None:
+    def __init__(self, kv: KVCacheManager | GroupedKVCacheManager, token_budget: int, max_batch_size: int, stop_rule: StopRule) -> None:
         if token_budget < 1 or max_batch_size < 1:
             raise ValueError(f"a step needs room: token_budget {token_budget}, max_batch_size {max_batch_size}")
         self.kv = kv
@@ -54,7 +55,6 @@ class StallFreeScheduler:
         self._stop_rule = stop_rule
         self._requests: dict[RequestId, Request] = {}
         self._released: list[RequestId] = []
-        self._promised_blocks = 0
         self._is_full = False
 
     # What can be asked
@@ -64,13 +64,14 @@ class StallFreeScheduler:
 
     def fits(self, request: Request) -> bool:
         """Whether the request can ever run: alone, in an empty cache."""
-        return request.max_num_tokens <= self.kv.capacity
+        return self.kv.fits(request.max_num_tokens)
 
     # What moves it on
 
     def add_request(self, request: Request) -> None:
         """Put a request at the end of the line. It must fit, and its id must be new among those not finished."""
-        assert self.fits(request), f"{request.request_id} needs {request.max_num_tokens} tokens of {self.kv.capacity}"
+        blocks = f"{self.kv.num_blocks} blocks of {self.kv.block_size}"
+        assert self.fits(request), f"{request.request_id} with {request.max_num_tokens} tokens does not fit {blocks}"
         assert request.request_id not in self._requests, f"{request.request_id} is here already"
         self._requests[request.request_id] = request
         self.waiting.append(request)
@@ -130,15 +131,14 @@ class StallFreeScheduler:
         position = 0
         while position < len(self.running):
             request = self.running[position]
-            end = min(len(request.token_ids), request.num_computed_tokens + step.budget_left)
-            if not self._make_room(request, end, step):
+            if not self._make_room(request, step):
                 return
-            step.add(self._sequence(request, end))
+            step.add(self._sequence(request, step.budget_left))
             position += 1
 
-    def _make_room(self, request: Request, end: int, step: Step) -> bool:
-        """Grow the request's table to `end`, preempting from the tail; False when the request was itself the youngest left."""
-        while not self.kv.grow(request.request_id, end):
+    def _make_room(self, request: Request, step: Step) -> bool:
+        """Grow the request's table, preempting from the tail; False when the request was itself the youngest left."""
+        while not self.kv.grow(request.request_id, request.num_computed_tokens, len(request.token_ids)):
             victim = self.running.pop()
             self._preempt(victim, step)
             if victim is request:
@@ -154,7 +154,6 @@ class StallFreeScheduler:
 
     def _send_back(self, request: Request) -> None:
         self.kv.release(request.request_id)
-        self._promised_blocks -= self.kv.blocks_for(request.max_num_tokens)
         request.num_computed_tokens = 0
         self.waiting.appendleft(request)
         self._is_full = False
@@ -169,8 +168,7 @@ class StallFreeScheduler:
             self.waiting.popleft()
             self._start(request, hit)
             step.admitted.append(request.request_id)
-            end = min(len(request.token_ids), request.num_computed_tokens + step.budget_left)
-            step.add(self._sequence(request, end))
+            step.add(self._sequence(request, step.budget_left))
 
     def _lookup(self, request: Request) -> PrefixHit:
         """A row that reports its prompt's log-probabilities has to compute all of it, so it takes no hits."""
@@ -178,14 +176,13 @@ class StallFreeScheduler:
         return self.kv.lookup(() if is_scored else request.token_ids, request.adapter)
 
     def _start(self, request: Request, hit: PrefixHit) -> None:
-        num_cached = self.kv.open(request.request_id, hit)
-        grown = self.kv.grow(request.request_id, len(request.token_ids))
+        num_cached = self.kv.open(request.request_id, hit, request.max_num_tokens)
+        grown = self.kv.grow(request.request_id, num_cached, len(request.token_ids))
         assert grown, f"{request.request_id} was admitted without room"
         request.num_computed_tokens = num_cached
         request.num_cached_tokens = max(request.num_cached_tokens, min(num_cached, request.num_prompt_tokens))
         request.num_recomputed_tokens += max(request.num_lost_tokens - num_cached, 0)
         request.num_lost_tokens = 0
-        self._promised_blocks += self.kv.blocks_for(request.max_num_tokens)
         self.running.append(request)
 
     def _has_room(self, request: Request, hit: PrefixHit) -> bool:
@@ -194,39 +191,31 @@ class StallFreeScheduler:
         With nothing running it always may. Once the forecast said no, it is not asked again until something gives blocks back.
         """
         kv = self.kv
-        needed = kv.blocks_for(len(request.token_ids)) - len(hit.block_ids) + hit.num_free
-        if needed > kv.num_free:
+        if not kv.has_room(len(request.token_ids), hit):
             return False
-        if not self.running or self._promised_blocks + kv.blocks_for(request.max_num_tokens) <= kv.num_blocks:
+        if not self.running or kv.can_promise(request.max_num_tokens):
             return True
         if self._is_full:
             return False
-        self._is_full = self._forecast_blocks(request, needed) > OVERCOMMIT * kv.num_blocks
+        remaining = self.lengths.remaining
+        newcomer = Newcomer(len(request.token_ids), hit, remaining(request))
+        peak = kv.expected_peak(newcomer, ((other.request_id, remaining(other)) for other in self.running))
+        self._is_full = peak > OVERCOMMIT
         return not self._is_full
 
-    def _forecast_blocks(self, request: Request, needed: int) -> int:
-        """Expected peak of used blocks if `request`, which takes `needed` free blocks now, joined the running ones."""
-        kv = self.kv
-        size = kv.block_size
-        demands = [Demand(self.lengths.remaining(request), needed * size)]
-        for other in self.running:
-            table = kv.tables[other.request_id]
-            own = (len(table.block_ids) - table.num_shared) * size
-            demands.append(Demand(self.lengths.remaining(other), own))
-        shared = max(kv.blocks_used + needed - sum(demand.own for demand in demands) // size, 0)
-        return shared + kv.blocks_for(peak_tokens(demands, size // 2))
-
-    def _sequence(self, request: Request, end: int) -> ScheduledSequence:
-        """The run of a request's tokens up to `end`; blocks that it fills become findable."""
+    def _sequence(self, request: Request, budget_left: int) -> ScheduledSequence:
+        """The run of a request's next tokens, at most `budget_left`; blocks that it fills become findable."""
         token_ids = request.token_ids
         request_id = request.request_id
         sampling = request.sampling
         start = request.num_computed_tokens
         num_tokens = len(token_ids)
+        end = min(num_tokens, start + budget_left)
         kv = self.kv
         table = kv.tables[request_id]
         if end // kv.block_size > table.num_sealed:
             kv.seal(request_id, token_ids, end)
+        window = table.window
         samples = end == num_tokens and sampling.max_tokens > 0
         scores = sampling.prompt_logprobs is not None and start < request.num_prompt_tokens
         return ScheduledSequence(
@@ -241,6 +230,8 @@ class StallFreeScheduler:
             tuple(token_ids) if samples and sampling.needs_history else None,
             request.adapter,
             token_ids[end] if scores and end < request.num_prompt_tokens else None,
+            table.first_block * kv.block_size,
+            None if window is None else WindowTable(window.block_ids, window.first_block * kv.block_size),
         )
 
     # The results
@@ -271,7 +262,6 @@ class StallFreeScheduler:
 
     def _retire(self, request: Request) -> None:
         self.kv.release(request.request_id)
-        self._promised_blocks -= self.kv.blocks_for(request.max_num_tokens)
         self._released.append(request.request_id)
         del self._requests[request.request_id]
         assert request.finish is not None
@@ -290,4 +280,3 @@ class StallFreeScheduler:
         for request in self.waiting:
             assert request.num_computed_tokens == 0 and request.request_id not in self.kv.tables
         assert set(self.kv.tables) == {request.request_id for request in self.running}
-        assert self._promised_blocks == sum(self.kv.blocks_for(request.max_num_tokens) for request in self.running)

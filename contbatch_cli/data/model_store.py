@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from contbatch_cli.errors import EngineError, UsageError
 
@@ -116,7 +117,23 @@ def resolve(name: str, revision: str | None = None, *, progress: Progress = prin
         return _resolve_file(path, progress)
     if _looks_like_path(name):
         raise UsageError(f"model {name!r}: no such file or directory")
-    return _with_tokenizer(_resolve_hub(name, revision, progress), progress)
+    return _with_tokenizer(_resolve_hub(name, revision, _MODEL_FILES, progress), progress)
+
+
+def resolve_adapter(name: str, source: str, *, progress: Progress = print_progress) -> Path:
+    """The directory of an adapter that rows call `name`: a directory, or a hub id, fetched if need be.
+
+    Raises UsageError, in one line, for a source that is neither.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path.absolute()
+    if path.exists() or _looks_like_path(source) or not re.fullmatch(_HUB_ID, source):
+        raise UsageError(f"model.adapters.{name}: {source!r} is no directory and no hub id")
+    try:
+        return _resolve_hub(source, None, _ADAPTER_FILES, progress)
+    except UsageError as error:
+        raise UsageError(f"model.adapters.{name}: {error}") from error
 
 
 def cached_models() -> list[CachedModel]:
@@ -375,15 +392,23 @@ def _run_quietly(command: list[str], directory: Path) -> subprocess.CompletedPro
 
 # -- the Hugging Face hub
 
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]
-_NOT_HUB_FILES = ["*/*.safetensors", "*/*.json", "*/tokenizer*", "*/*.model", "consolidated*.safetensors"]
+_HUB_ID = r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?"
 
 
-def _resolve_hub(name: str, revision: str | None, progress: Progress) -> Path:
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name):
+class _Wanted(NamedTuple):
+    """What is fetched of a repository: patterns of file names, and how to tell that a snapshot has all that is needed."""
+
+    patterns: list[str]
+    not_patterns: list[str]
+    is_whole: Callable[[Path], bool]
+    needs: str
+
+
+def _resolve_hub(name: str, revision: str | None, wanted: _Wanted, progress: Progress) -> Path:
+    if not re.fullmatch(_HUB_ID, name):
         raise UsageError(f"model {name!r} is not a built-in name, a file, a directory or a hub id")
-    local = local_snapshot(name, revision)
-    return local if local is not None else _download_snapshot(name, revision, progress)
+    local = local_snapshot(name, revision, wanted.is_whole)
+    return local if local is not None else _download_snapshot(name, revision, wanted, progress)
 
 
 def hub_cache_dir() -> Path:
@@ -395,13 +420,13 @@ def hub_cache_dir() -> Path:
     return Path(home).expanduser() / "hub"
 
 
-def local_snapshot(name: str, revision: str | None) -> Path | None:
+def local_snapshot(name: str, revision: str | None, is_whole: Callable[[Path], bool] | None = None) -> Path | None:
     """A whole snapshot of a hub model in huggingface_hub's cache (refs/REVISION names the commit), None when there is none."""
     repository = hub_cache_dir() / f"models--{name.replace('/', '--')}"
     reference = repository / "refs" / (revision or "main")
     commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision
     snapshot = repository / "snapshots" / commit if commit else None
-    return snapshot if snapshot is not None and _has_weights(snapshot) else None
+    return snapshot if snapshot is not None and (is_whole or _has_weights)(snapshot) else None
 
 
 def _has_weights(snapshot: Path) -> bool:
@@ -417,17 +442,33 @@ def _has_weights(snapshot: Path) -> bool:
     return all((snapshot / shard).is_file() for shard in shards)
 
 
-def _download_snapshot(name: str, revision: str | None, progress: Progress) -> Path:
+def _has_adapter(snapshot: Path) -> bool:
+    return all((snapshot / file).is_file() for file in ("adapter_config.json", "adapter_model.safetensors"))
+
+
+_MODEL_FILES = _Wanted(
+    ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"],
+    ["*/*.safetensors", "*/*.json", "*/tokenizer*", "*/*.model", "consolidated*.safetensors"],
+    _has_weights,
+    "config.json with safetensors weights",
+)
+_ADAPTER_FILES = _Wanted(
+    ["adapter_config.json", "adapter_model.safetensors"], [], _has_adapter, "adapter_config.json with adapter_model.safetensors"
+)
+
+
+def _download_snapshot(name: str, revision: str | None, wanted: _Wanted, progress: Progress) -> Path:
     from huggingface_hub import snapshot_download
 
     progress(f"fetching {name} from the Hugging Face hub (once)")
     try:
-        path = Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_NOT_HUB_FILES))
+        patterns, not_patterns = wanted.patterns, wanted.not_patterns
+        path = Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=not_patterns))
     # The hub's client raises errors of four libraries; all of them mean that the model cannot be had.
     except Exception as error:
         raise UsageError(_hub_failure(name, revision, error)) from error
-    if not _has_weights(path):
-        raise UsageError(f"the hub model {name!r} has no config.json with safetensors weights")
+    if not wanted.is_whole(path):
+        raise UsageError(f"the hub model {name!r} has no {wanted.needs}")
     return path
 
 

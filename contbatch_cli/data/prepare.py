@@ -49,7 +49,8 @@ class ChatRenderer(Protocol):
 class ModelLimits:
     """What the model and its cache can hold. None: not known or no limit.
 
-    `max_context` is in tokens, prompt and output together; `vocab_size` is the number of rows of the embedding. `refused` names
+    `max_context` is in tokens, prompt and output together; `vocab_size` is the number of rows of the embedding. No row ever
+    holds more than `most_row_blocks` blocks, where all layers give back what is out of their window. `refused` names
     parameters that this run cannot honour, each with the reason.
     """
 
@@ -57,6 +58,7 @@ class ModelLimits:
     max_context: int | None = None
     block_size: int = 16
     num_blocks: int | None = None
+    most_row_blocks: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     adapters: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -126,8 +128,7 @@ class Preparer:
             ids = self._token_ids(row.prompt)
             settings = self._settings_of(row.params)
             sampling = self._seeded(row, self._fitted(len(ids), settings))
-            if self._limits.num_blocks is not None:
-                check_cache(len(ids), sampling.max_tokens, self._limits.block_size, self._limits.num_blocks)
+            check_cache(len(ids), sampling.max_tokens, self._limits)
         except RowError as error:
             return prepared_fault(row, error)
         adapter = settings.adapter
@@ -257,12 +258,14 @@ def prepared_fault(row: Row, error: RowError) -> RowFault:
     return RowFault(row.index, row.id, row.line, row.file, error.code, message, row.row_hash, row.extra, row.openai)
 
 
-def check_cache(num_prompt: int, max_tokens: int, block_size: int, num_blocks: int) -> None:
+def check_cache(num_prompt: int, max_tokens: int, limits: ModelLimits) -> None:
     """Raises RowError with `exceeds_kv_cache` when an empty cache could not hold the row to its end.
 
     The last token is never computed, so its keys and values need no place.
     """
-    needed = -(-(num_prompt + max(max_tokens - 1, 0)) // block_size)
-    if needed > num_blocks:
-        numbers = f"{num_prompt:,} prompt + {max_tokens:,} new tokens need {needed:,} blocks of {block_size}"
-        raise RowError("exceeds_kv_cache", f"{numbers}, the cache has {num_blocks:,} (cache.num_blocks)")
+    needed = -(-(num_prompt + max(max_tokens - 1, 0)) // limits.block_size)
+    if limits.most_row_blocks is not None:
+        needed = min(needed, limits.most_row_blocks)
+    if limits.num_blocks is not None and needed > limits.num_blocks:
+        numbers = f"{num_prompt:,} prompt + {max_tokens:,} new tokens need {needed:,} blocks of {limits.block_size}"
+        raise RowError("exceeds_kv_cache", f"{numbers}, the cache has {limits.num_blocks:,} (cache.num_blocks)")

@@ -64,7 +64,9 @@ class TiledModel(torch.nn.Module):
         parts: list[torch.Tensor] = []
         for first, stop, rows in cut(input_ids.shape[1], self.sizes):
             kept = logits_to_keep[(logits_to_keep >= first) & (logits_to_keep < stop)] - first
-            with attending(step._replace(plan=step.plan.tile(first, stop))):
+            own = step.window_plan
+            tile = step._replace(plan=step.plan.tile(first, stop), window_plan=own and own.tile(first, stop))
+            with attending(tile):
                 output = self.model(
                     input_ids=_padded(input_ids[:, first:stop], rows),
                     position_ids=_padded(position_ids[:, first:stop], rows),

@@ -38,15 +38,30 @@ class LayerCache(NamedTuple):
         self.values.flatten(0, 1).index_copy_(0, slots, values)
 
 
+class WindowPool(NamedTuple):
+    """The layers that have a pool of blocks of their own, since they read no further back than a window, and its size."""
+
+    layers: frozenset[int] = frozenset()
+    num_blocks: int = 0
+
+
 class KVCache:
-    """The blocks of all layers. Layers may differ in kv heads and head sizes; the block size is common."""
+    """The blocks of all layers. Layers may differ in kv heads and head sizes, and in their pool; the block size is common."""
 
     def __init__(
-        self, layers: Sequence[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: Sequence[LayerShape],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        window_pool: WindowPool | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.layers = [_allocate(layer, num_blocks, block_size, dtype, device) for layer in layers]
+        self.window_layers, num_window_blocks = window_pool or WindowPool()
+        counts = [num_window_blocks if i in self.window_layers else num_blocks for i in range(len(layers))]
+        self.layers = [_allocate(layer, count, block_size, dtype, device) for layer, count in zip(layers, counts, strict=True)]
 
     def fill(self, value: float) -> None:
         """Set every slot to `value`."""

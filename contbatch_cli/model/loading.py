@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from contbatch_cli.config import ModelConfig
 from contbatch_cli.errors import UsageError
 from contbatch_cli.model.attention import ATTENTION_NAME, AttentionBackend, backend_named, resolve_backend
 from contbatch_cli.model.kv_cache import LayerShape
+from contbatch_cli.model.lora import Adapters, read_checkpoint
 from contbatch_cli.model.probe import check_class, check_model, layers_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -50,6 +52,7 @@ class LoadedModel:
 
     `layers` and `windows` (None: all positions) are in the order of the layers. Token ids from `num_embeddings` on have no
     embedding. `eos_token_ids` is the union of generation_config's and config's; the tokenizer's is its reader's to add.
+    `adapters` is what a runner needs for rows that name one, None when none were asked for.
     """
 
     model: Any
@@ -66,10 +69,11 @@ class LoadedModel:
     device_choice: Choice
     dtype_choice: Choice
     attention_choice: Choice
+    adapters: Adapters | None = None
 
 
-def load_model(directory: Path, settings: ModelConfig) -> LoadedModel:
-    """The model in `directory`, a Hugging Face directory with config.json and safetensors.
+def load_model(directory: Path, settings: ModelConfig, adapters: Mapping[str, Path] | None = None) -> LoadedModel:
+    """The model in `directory`, a Hugging Face directory with config.json and safetensors, and its LoRA adapters by name.
 
     Raises UsageError, naming the model and the reason, for a directory that holds no model or one that cannot be run.
     transformers' own warnings and progress bars are silenced for the process.
@@ -81,6 +85,7 @@ def load_model(directory: Path, settings: ModelConfig) -> LoadedModel:
     device = torch.device(device_choice)
     dtype_choice = resolve_dtype(settings.dtype, device, getattr(config, "dtype", None))
     attention_choice = Choice(*resolve_backend(settings.attention, device))
+    checkpoints = {name: read_checkpoint(name, path) for name, path in (adapters or {}).items()}
     is_checked = check_class(config, settings.trust_remote_code)
     model = _read_weights(directory, config, device, _DTYPES[dtype_choice], settings.trust_remote_code)
     if not is_checked:
@@ -101,6 +106,7 @@ def load_model(directory: Path, settings: ModelConfig) -> LoadedModel:
         device_choice=device_choice,
         dtype_choice=dtype_choice,
         attention_choice=attention_choice,
+        adapters=Adapters(model, checkpoints) if checkpoints else None,
     )
 
 

@@ -82,7 +82,7 @@ class NativeDecoderLayer(nn.Module):
         out = torch.empty_like(hidden_states)
         done = self._library.layer(
             byref(self._layer),
-            byref(step.plan.step),
+            byref(step.plan_of(self._index).step),
             hidden_states.data_ptr(),
             cosines.data_ptr(),
             sines.data_ptr(),
@@ -221,7 +221,9 @@ class _Trial:
 
 
 def _is_common_kind(layer: nn.Module) -> bool:
-    """Whether the layer has the parts of the common kind and no others."""
+    """Whether the layer has the parts of the common kind and no others, and nobody (an adapter) listens to them."""
+    if any(module._forward_hooks for module in layer.modules()):
+        return False
     parts = dict(layer.named_children())
     if set(parts) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
         return False

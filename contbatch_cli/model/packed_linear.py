@@ -42,7 +42,8 @@ class NativeLinear(nn.Module):
         assert x.dtype == torch.float32
         out = torch.empty(*x.shape[:-1], self.out_features)
         rows = x.numel() // self.in_features
-        self._library.linear(byref(self._linear), x.data_ptr(), rows, out.data_ptr(), None, torch.get_num_threads())
+        if rows:  # A step that only computes a piece of a prompt asks for no logits; the kernels divide by the rows.
+            self._library.linear(byref(self._linear), x.data_ptr(), rows, out.data_ptr(), None, torch.get_num_threads())
         return out
 
 
@@ -132,6 +133,7 @@ def pack_linears(module: nn.Module) -> int:
             if type(linear) is nn.Linear:
                 replacement = packed(linear.weight, linear.bias)
                 if replacement is not None:
+                    _take_hooks(replacement, linear)
                     setattr(child, name, replacement)
                     count += 1
     return count
@@ -146,8 +148,16 @@ def _pack_siblings(parent: nn.Module, names: Sequence[str]) -> int:
         return 0
     siblings = _Siblings(fused, [linear.out_features for linear in linears if isinstance(linear, nn.Linear)])
     for index, name in enumerate(names):
-        setattr(parent, name, SiblingLinear(siblings, index))
+        sibling = SiblingLinear(siblings, index)
+        _take_hooks(sibling, getattr(parent, name))
+        setattr(parent, name, sibling)
     return 1
+
+
+def _take_hooks(replacement: nn.Module, linear: nn.Module) -> None:
+    """Who listens to the linear (an adapter) listens to its replacement."""
+    for hook in linear._forward_hooks.values():
+        replacement.register_forward_hook(hook)
 
 
 def concatenated(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -13,10 +13,11 @@ from typing import Protocol
 import torch
 
 from contbatch_cli.core.batch import BatchResult, Logits, ScheduledBatch, ScheduledSequence, SequenceResult
-from contbatch_cli.core.gather import FlatBatch, flatten
+from contbatch_cli.core.gather import FlatBatch, flatten, flatten_windows
 from contbatch_cli.errors import RowError
 from contbatch_cli.model.attention import AttentionBackend, CachedStep, attending
 from contbatch_cli.model.kv_cache import KVCache
+from contbatch_cli.model.lora import Adapters, adapting
 from contbatch_cli.model.sampler import prompt_logprobs
 from contbatch_cli.model.staging import to_device
 
@@ -36,13 +37,20 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: torch.nn.Module, cache: KVCache, backend: AttentionBackend, sampler: LogitsSampler, device: torch.device
+        self,
+        model: torch.nn.Module,
+        cache: KVCache,
+        backend: AttentionBackend,
+        sampler: LogitsSampler,
+        device: torch.device,
+        adapters: Adapters | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
         self.backend = backend
         self.sampler = sampler
         self.device = device
+        self.adapters = adapters
         self.num_forward_passes = 0
         self.num_forward_tokens = 0
 
@@ -50,7 +58,7 @@ class ModelRunner:
     def execute(self, batch: ScheduledBatch) -> BatchResult:
         """Run the plan. Results stand in the plan's order; a run that does not sample has an empty one."""
         flat = flatten(batch, self.cache.block_size)
-        logits = self._forward(flat)
+        logits = self._forward(batch, flat)
         results = [SequenceResult()] * flat.num_sequences
         if flat.sampling:
             sampled = self.sampler.sample(_rows(logits, flat), [batch.sequences[i] for i in flat.sampling])
@@ -60,10 +68,14 @@ class ModelRunner:
             self._add_prompt_logprobs(batch.sequences, flat, logits, results)
         return BatchResult(results)
 
-    def _forward(self, flat: FlatBatch) -> torch.Tensor:
+    def _forward(self, batch: ScheduledBatch, flat: FlatBatch) -> torch.Tensor:
         """The logits [L, V] of the step's logit rows."""
         ids, positions, rows = to_device([flat.input_ids, flat.position_ids, flat.logit_rows], torch.int64, self.device)
-        with attending(CachedStep(self.cache, self.backend, self.backend.prepare(flat, self.device))):
+        plan = self.backend.prepare(flat, self.device)
+        own = self.backend.prepare(flatten_windows(batch, flat), self.device) if self.cache.window_layers else None
+        step = CachedStep(self.cache, self.backend, plan, own)
+        changes = self.adapters.plan(batch.sequences, flat, self.device) if self.adapters is not None else None
+        with attending(step), adapting(changes):
             output = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
         self.num_forward_passes += 1
         self.num_forward_tokens += flat.num_tokens

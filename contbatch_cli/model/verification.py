@@ -56,7 +56,7 @@ class LoneRunner:
         sampler = RecordingSampler(Sampler(loaded.vocab_size, loaded.device, self._masks))
         num_blocks = -(-finished.num_tokens // BLOCK_SIZE)
         cache = KVCache(loaded.layers, num_blocks, BLOCK_SIZE, loaded.dtype, loaded.device)
-        runner = ModelRunner(loaded.model, cache, reference, sampler, loaded.device)
+        runner = ModelRunner(loaded.model, cache, reference, sampler, loaded.device, loaded.adapters)
         kv = KVCacheManager(num_blocks, BLOCK_SIZE, prefix_caching=False)
         scheduler = StallFreeScheduler(kv, finished.num_tokens, 1, lambda request: None)
         sampling = replace(finished.sampling, max_tokens=finished.num_output_tokens)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from contbatch_cli.core.batch import BatchResult, ScheduledBatch, ScheduledSequence, SequenceResult
+from contbatch_cli.core.batch import BatchResult, ScheduledBatch, ScheduledSequence, SequenceResult, WindowTable
+from contbatch_cli.core.kv_cache_manager import KVCacheManager
 from contbatch_cli.core.request import Finish, FinishReason, Request, RequestId
+from contbatch_cli.core.windowed_cache import GroupedKVCacheManager, WindowedKVCacheManager
 
 EOS = 7
 VOCABULARY = 8
@@ -39,13 +41,43 @@ def text_alone(request: Request) -> list[int]:
     return alone.output_ids
 
 
-class ShadowRunner:
-    """Checks each plan against the requests it was made from, writes its slots, then reads every context slot by slot."""
+class Pool:
+    """The slots of one group of layers, which see `window` tokens (None: all), and the table that a sequence has for them."""
 
-    def __init__(self, block_size: int, requests: dict[RequestId, Request]) -> None:
+    def __init__(self, block_size: int, window: int | None, has_own_table: bool) -> None:
         self.block_size = block_size
-        self.requests = requests
+        self.window = window
         self.slots: dict[int, tuple[object, ...]] = {}
+        self._has_own_table = has_own_table
+
+    def table(self, sequence: ScheduledSequence) -> WindowTable:
+        if not self._has_own_table:
+            return WindowTable(sequence.block_ids, sequence.block_start)
+        assert sequence.window is not None
+        return sequence.window
+
+    def slot(self, sequence: ScheduledSequence, position: int) -> int:
+        table = self.table(sequence)
+        index, offset = divmod(position - table.block_start, self.block_size)
+        assert index >= 0, f"{sequence.request_id}: position {position} was given back, the table begins at {table.block_start}"
+        return table.block_ids[index] * self.block_size + offset
+
+    def first_read(self, sequence: ScheduledSequence) -> int:
+        return 0 if self.window is None else max(sequence.start - self.window + 1, 0)
+
+
+def pools_of(kv: KVCacheManager | GroupedKVCacheManager) -> list[Pool]:
+    if isinstance(kv, GroupedKVCacheManager):
+        return [Pool(kv.block_size, None, False), Pool(kv.block_size, kv.windowed.window, True)]
+    return [Pool(kv.block_size, kv.window if isinstance(kv, WindowedKVCacheManager) else None, False)]
+
+
+class ShadowRunner:
+    """Checks each plan against the requests it was made from, writes its slots, then reads slot by slot what each layer may see."""
+
+    def __init__(self, kv: KVCacheManager | GroupedKVCacheManager, requests: dict[RequestId, Request]) -> None:
+        self.pools = pools_of(kv)
+        self.requests = requests
         self.num_computed_tokens = 0
 
     def execute(self, batch: ScheduledBatch, fail_after: int | None = None) -> BatchResult:
@@ -59,22 +91,21 @@ class ShadowRunner:
         self.num_computed_tokens += batch.num_tokens
         return BatchResult([self._sample(sequence) for sequence in batch.sequences])
 
-    def _slot(self, sequence: ScheduledSequence, position: int) -> int:
-        return sequence.block_ids[position // self.block_size] * self.block_size + position % self.block_size
-
     def _content(self, sequence: ScheduledSequence, position: int) -> tuple[object, ...]:
         return (sequence.adapter, *self.requests[sequence.request_id].token_ids[: position + 1])
 
     def _write(self, sequence: ScheduledSequence) -> None:
         request = self.requests[sequence.request_id]
         assert list(sequence.tokens) == request.token_ids[sequence.start : sequence.end]
-        for position in range(sequence.start, sequence.end):
-            self.slots[self._slot(sequence, position)] = self._content(sequence, position)
+        for pool in self.pools:
+            for position in range(sequence.start, sequence.end):
+                pool.slots[pool.slot(sequence, position)] = self._content(sequence, position)
 
     def _read(self, sequence: ScheduledSequence) -> None:
-        for position in range(sequence.end):
-            held = self.slots.get(self._slot(sequence, position))
-            assert held == self._content(sequence, position), f"{sequence.request_id} reads {held} at {position}"
+        for pool in self.pools:
+            for position in range(pool.first_read(sequence), sequence.end):
+                held = pool.slots.get(pool.slot(sequence, position))
+                assert held == self._content(sequence, position), f"{sequence.request_id} reads {held} at {position}"
 
     def _sample(self, sequence: ScheduledSequence) -> SequenceResult:
         if not sequence.samples:

@@ -46,7 +46,7 @@ def run(requests: list[Request], order: str, kv: KVCacheManager, seats: int, win
     queue = JobQueue(ListSource(requests), window)
     queue.set_order(order)
     scheduler = StallFreeScheduler(kv, 256, seats, stop_rule)
-    runner = ShadowRunner(kv.block_size, {request.request_id: request for request in requests})
+    runner = ShadowRunner(kv, {request.request_id: request for request in requests})
     return list(InferenceEngine(scheduler, runner, queue, lambda: 0.0).run())
 
 

@@ -18,6 +18,7 @@ from contbatch_cli.core.kv_cache_manager import KVCacheManager, chain_hash
 from contbatch_cli.core.policies import POLICIES
 from contbatch_cli.core.request import FinishReason, Request, RequestId, SamplingParams
 from contbatch_cli.core.scheduler import StallFreeScheduler
+from contbatch_cli.core.windowed_cache import GroupedKVCacheManager, WindowedKVCacheManager, window_span
 from tests.core.shadow import EOS, ShadowRunner, StepFailed, next_token, stop_rule, text_alone
 
 
@@ -31,12 +32,12 @@ class Optimist(OutputLengths):
 class World:
     """A scheduler, its requests and a shadow runner; `step` plans, checks, runs and checks again."""
 
-    def __init__(self, policy: str, kv: KVCacheManager, token_budget: int, max_batch_size: int) -> None:
+    def __init__(self, policy: str, kv: KVCacheManager | GroupedKVCacheManager, token_budget: int, max_batch_size: int) -> None:
         self.kv = kv
         self.scheduler = POLICIES[policy](kv, token_budget, max_batch_size, stop_rule)
         self.is_stall_free = policy == "stall_free"
         self.requests: dict[RequestId, Request] = {}
-        self.runner = ShadowRunner(kv.block_size, self.requests)
+        self.runner = ShadowRunner(kv, self.requests)
         self.finished: list[Request] = []
         self.num_preemptions = 0
         self.num_failures = 0
@@ -77,8 +78,9 @@ class World:
         assert not (batch.admitted and batch.preempted), "admitted in a step that preempted"
         unfinished = [i for i, sequence in enumerate(batch.sequences) if sequence.end < self.requests[ids[i]].num_tokens]
         assert unfinished in ([], [len(ids) - 1]), "a part-done prefill that is not last"
-        slots = [self.runner._slot(s, position) for s in batch.sequences for position in range(s.start, s.end)]
-        assert len(set(slots)) == len(slots), "a slot is written twice"
+        for pool in self.runner.pools:
+            slots = [pool.slot(s, position) for s in batch.sequences for position in range(s.start, s.end)]
+            assert len(set(slots)) == len(slots), "a slot is written twice"
         if self.is_stall_free:
             assert set(decoding) <= set(ids) | set(batch.preempted), "a decode was left out"
 
@@ -101,14 +103,30 @@ class World:
         assert self.kv.num_free == self.kv.num_blocks and not self.kv.tables
 
 
-def draw_world(seed: int) -> tuple[World, random.Random]:
+def grouped_cache(num_blocks: int, block_size: int, window: int, token_budget: int, wanted: int) -> GroupedKVCacheManager:
+    """Two pools, that of the windows with `wanted` blocks or the fewest with which every row that fits the other fits it too."""
+    fewest = min(num_blocks, window_span(window, token_budget, block_size))
+    windowed = WindowedKVCacheManager(max(fewest, wanted), block_size, window, token_budget)
+    return GroupedKVCacheManager(KVCacheManager(num_blocks, block_size, prefix_caching=False), windowed)
+
+
+def draw_world(seed: int, kind: str = "plain") -> tuple[World, random.Random]:
     """A workload with shared prefixes, equal rows, cache from tight to ample, and now and then a hash that always collides."""
     rng = random.Random(seed)
     hasher = (lambda *_: 0) if rng.random() < 0.1 else chain_hash
     block_size = rng.choice([1, 2, 3, 4, 16])
-    num_tokens = rng.choice([rng.randint(20, 80), rng.randint(60, 800)])
-    kv = KVCacheManager(max(num_tokens // block_size, 2), block_size, rng.random() < 0.8, hasher)
-    world = World(rng.choice(list(POLICIES)), kv, rng.randint(1, 40), rng.randint(1, 12))
+    num_blocks = max(rng.choice([rng.randint(20, 80), rng.randint(60, 800)]) // block_size, 2)
+    caching, policy, token_budget = rng.random() < 0.8, rng.choice(list(POLICIES)), rng.randint(1, 40)
+    window = rng.choice([1, 2, rng.randint(3, 30)])
+    kv: KVCacheManager | GroupedKVCacheManager
+    if kind == "plain":
+        kv = KVCacheManager(num_blocks, block_size, caching, hasher)
+    elif kind == "windowed":
+        span = window_span(window, token_budget, block_size)
+        kv = WindowedKVCacheManager(rng.randint(max(span // 2, 2), 2 * span), block_size, window, token_budget)
+    else:
+        kv = grouped_cache(num_blocks, block_size, window, token_budget, rng.randint(1, num_blocks))
+    world = World(policy, kv, token_budget, rng.randint(1, 12))
     if rng.random() < 0.5:
         world.scheduler.lengths = Optimist()
     stems = [[rng.randrange(VOCABULARY_OF_PROMPTS) for _ in range(rng.randint(1, 24))] for _ in range(3)]
@@ -129,8 +147,8 @@ def draw_world(seed: int) -> tuple[World, random.Random]:
 VOCABULARY_OF_PROMPTS = 2
 
 
-def run_drawn(seed: int) -> World:
-    world, rng = draw_world(seed)
+def run_drawn(seed: int, kind: str = "plain") -> World:
+    world, rng = draw_world(seed, kind)
     world.run(rng, failure_rate=0.1)
     world.check_end()
     return world
@@ -143,10 +161,23 @@ def test_drawn_workloads_keep_every_invariant() -> None:
     assert sum(request.num_cached_tokens > 0 for world in worlds for request in world.finished) > 200
 
 
+@pytest.mark.parametrize("kind", ["windowed", "grouped"])
+def test_drawn_workloads_with_windows_keep_every_invariant(kind: str) -> None:
+    worlds = [run_drawn(seed, kind) for seed in range(200)]
+    assert sum(world.num_preemptions for world in worlds) > 15, "the workloads do not press on the cache"
+    assert sum(world.num_failures for world in worlds) > 300
+    ran = [request for world in worlds for request in world.finished if request.output_ids]
+    assert len(ran) > 1_000
+    if kind == "windowed":
+        longest = max(request.max_num_tokens / world.kv.num_blocks / world.kv.block_size for world in worlds for request in ran)
+        assert longest > 2, "no row was longer than the cache"
+
+
 @pytest.mark.slow
-def test_ten_thousand_drawn_workloads_keep_every_invariant() -> None:
+@pytest.mark.parametrize("kind", ["plain", "windowed", "grouped"])
+def test_ten_thousand_drawn_workloads_keep_every_invariant(kind: str) -> None:
     for seed in range(1_000, 11_000):
-        run_drawn(seed)
+        run_drawn(seed, kind)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -161,9 +192,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         token_budget=st.integers(1, 16),
         seats=st.integers(1, 8),
+        window=st.none() | st.integers(1, 8),
     )
-    def start(self, policy: str, num_blocks: int, block_size: int, caching: bool, token_budget: int, seats: int) -> None:
-        self.world = World(policy, KVCacheManager(num_blocks, block_size, caching), token_budget, seats)
+    def start(
+        self, policy: str, num_blocks: int, block_size: int, caching: bool, token_budget: int, seats: int, window: int | None
+    ) -> None:
+        kv: KVCacheManager | GroupedKVCacheManager = KVCacheManager(num_blocks, block_size, caching)
+        if window is not None:
+            kv = grouped_cache(num_blocks, block_size, window, token_budget, 1)
+        self.world = World(policy, kv, token_budget, seats)
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20),

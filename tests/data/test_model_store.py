@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from contbatch_cli.data import model_store
-from contbatch_cli.data.model_store import BUILTIN, cache_dir, cached_entry, cached_models, local_snapshot, resolve
+from contbatch_cli.data.model_store import (
+    BUILTIN,
+    cache_dir,
+    cached_entry,
+    cached_models,
+    local_snapshot,
+    resolve,
+    resolve_adapter,
+)
 from contbatch_cli.errors import UsageError
 from tests.data.default_model import DEFAULT_MODEL, default_model_dir
 from tests.data.tiny_gguf import write_tiny_gguf
@@ -167,6 +175,21 @@ def test_a_hub_model_in_the_local_cache_needs_no_network(tmp_path, monkeypatch):
     assert local_snapshot("org/name", None) is None, "a shard is missing"
     (snapshot / "model-2.safetensors").write_bytes(b"")
     assert resolve("org/name") == resolve("org/name", "abc123") == snapshot
+
+
+def test_an_adapter_is_a_directory_or_a_hub_id(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    snapshot = tmp_path / "models--org--lora" / "snapshots" / "abc123"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--org--lora" / "refs").mkdir()
+    (tmp_path / "models--org--lora" / "refs" / "main").write_text("abc123")
+    (snapshot / "adapter_config.json").write_text("{}")
+    (snapshot / "adapter_model.safetensors").write_bytes(b"")
+    assert resolve_adapter("x", "org/lora") == resolve_adapter("x", str(snapshot)) == snapshot
+    for source in ("./nowhere", str(snapshot / "adapter_config.json"), "a b"):
+        with pytest.raises(UsageError, match="model.adapters.x: '.*' is no directory and no hub id"):
+            resolve_adapter("x", source)
 
 
 def test_offline_and_absent_is_one_line(tmp_path):

@@ -97,7 +97,7 @@ def run_job(model, layers, prompts, num_new, setting, attention=backend, dtype=t
     kv = KVCacheManager(num_blocks, setting.block_size, setting.prefix_caching)
     scheduler = StallFreeScheduler(kv, setting.budget, setting.seats, standard_stop_rule)
     # No reserve for growth, so that a small cache does run full.
-    scheduler._forecast_blocks = lambda _request, _needed: 0
+    kv.expected_peak = lambda _newcomer, _remaining: 0.0
     cache = KVCache(layers, num_blocks, setting.block_size, dtype, CPU)
     cache.fill(float("nan"))
     recorder = Recorder()

@@ -18,7 +18,7 @@ from contbatch_cli.core.request import SamplingParams
 from contbatch_cli.errors import UsageError
 from contbatch_cli.model.attention import ATTENTION_NAME
 from contbatch_cli.model.probe import check_class, layers_of
-from tests.model.tiny import CPU, VOCAB_SIZE, draw_rows, draw_setting, one_thread, random_model, run_rows, shapes_of
+from tests.model.tiny import CPU, VOCAB_SIZE, draw_rows, draw_setting, one_thread, random_model, run_rows, shapes_of, windows_of
 from tests.oracle import Comparison, greedy_alone
 
 __all__ = ["one_thread"]
@@ -102,12 +102,12 @@ def test_family(name):
     model.set_attn_implementation("eager")
     oracles = [greedy_alone(model, prompt, params.max_tokens) for prompt, params in rows]
     model.set_attn_implementation(ATTENTION_NAME)
-    shapes = shapes_of(model)
+    shapes, windows = shapes_of(model), windows_of(model)
     longest = max(len(prompt) + params.max_tokens for prompt, params in rows)
     comparison, logits, num_preemptions = Comparison(), LogitsRecorder(model), 0
     for number in range(NUM_SETTINGS):
         setting = draw_setting(rng, longest, block_size=(1, 3, 16)[number % 3], prefix_caching=number % 2 == 0)
-        ran = run_rows(model, shapes, rows, setting)
+        ran = run_rows(model, shapes, rows, setting, windows=windows if number % 4 else None)
         num_preemptions += ran.num_preemptions
         for i, oracle in enumerate(oracles):
             comparison.add(f"{setting} row {i}", ran.outputs[i], oracle)

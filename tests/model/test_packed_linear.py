@@ -40,7 +40,7 @@ class Block(nn.Module):
 @torch.inference_mode()
 def test_packed_blocks_agree(kind, bias):
     block = Block(bias)
-    inputs = [torch.randn(1, rows, 40) for rows in (1, 3, 64)]
+    inputs = [torch.randn(1, rows, 40) for rows in (0, 1, 3, 64)]
     expected = [block(x) for x in inputs]
     assert pack_linears(block) == 2
     assert type(block.o_proj) is (NativeLinear if kind == "native" else OneDnnLinear)

@@ -17,11 +17,14 @@ from contbatch_cli.core.kv_cache_manager import KVCacheManager, PrefixHit
 from contbatch_cli.core.request import Request, RequestId, SamplingParams
 from contbatch_cli.core.scheduler import StallFreeScheduler
 from contbatch_cli.core.stop import standard_stop_rule
+from contbatch_cli.core.windowed_cache import GroupedKVCacheManager, WindowedKVCacheManager, window_span
 from contbatch_cli.model.attention import ATTENTION_NAME, backend_named
-from contbatch_cli.model.kv_cache import KVCache, LayerShape
+from contbatch_cli.model.kv_cache import KVCache, LayerShape, WindowPool
+from contbatch_cli.model.lora import Adapters
 from contbatch_cli.model.probe import layers_of
 from contbatch_cli.model.runner import ModelRunner
 from contbatch_cli.model.sampler import Sampler
+from contbatch_cli.sizing import LayerWindows
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 96
@@ -54,8 +57,7 @@ class RashScheduler(StallFreeScheduler):
     """Starts a request as soon as its known tokens fit, without a look ahead, so that running ones lose their blocks often."""
 
     def _has_room(self, request: Request, hit: PrefixHit) -> bool:
-        needed = self.kv.blocks_for(len(request.token_ids)) - len(hit.block_ids) + hit.num_free
-        return needed <= self.kv.num_free
+        return self.kv.has_room(len(request.token_ids), hit)
 
 
 @dataclass
@@ -108,18 +110,25 @@ def draw_setting(rng: random.Random, longest: int, **fixed: Any) -> Setting:
 
 
 def run_rows(
-    model: Any, shapes: Sequence[LayerShape], rows: Sequence[tuple[list[int], SamplingParams]], setting: Setting
+    model: Any,
+    shapes: Sequence[LayerShape],
+    rows: Sequence[tuple[list[int], SamplingParams]],
+    setting: Setting,
+    owners: Sequence[str | None] | None = None,
+    adapters: Adapters | None = None,
+    windows: LayerWindows | None = None,
 ) -> Ran:
     """Every row to its end, the cache full of NaN at the start; scheduler and block manager check themselves after each
-    step."""
-    cache = KVCache(shapes, setting.num_blocks, setting.block_size, torch.float32, CPU)
+    step. `owners` are the rows' adapters; with `windows` these layers give back what they cannot read."""
+    manager, num_blocks, pool = managers(setting, windows)
+    cache = KVCache(shapes, num_blocks, setting.block_size, torch.float32, CPU, pool)
     cache.fill(float("nan"))
     vocab_size = model.get_input_embeddings().weight.shape[0]
-    runner = ModelRunner(model, cache, backend_named(setting.backend), Sampler(vocab_size), CPU)
-    manager = KVCacheManager(setting.num_blocks, setting.block_size, setting.prefix_caching)
+    runner = ModelRunner(model, cache, backend_named(setting.backend), Sampler(vocab_size), CPU, adapters)
     policy = RashScheduler if setting.is_rash else StallFreeScheduler
     scheduler = policy(manager, setting.token_budget, setting.max_batch_size, standard_stop_rule)
-    requests = {i: Request.from_prompt(RequestId(i), ids, params) for i, (ids, params) in enumerate(rows)}
+    names = owners or [None] * len(rows)
+    requests = {i: Request.from_prompt(RequestId(i), ids, params, names[i]) for i, (ids, params) in enumerate(rows)}
     for request in requests.values():
         scheduler.add_request(request)
     ran = Ran({}, requests, runner)
@@ -133,6 +142,28 @@ def run_rows(
     ran.outputs.update({i: request.output_ids for i, request in requests.items()})
     assert manager.blocks_used == 0
     return ran
+
+
+def managers(
+    setting: Setting, windows: LayerWindows | None
+) -> tuple[KVCacheManager | GroupedKVCacheManager, int, WindowPool | None]:
+    """The bookkeeping, its blocks, and the pool of the layers with a window: hardly more than one row needs at its longest."""
+    num_blocks, size = setting.num_blocks, setting.block_size
+    if windows is None:
+        return KVCacheManager(num_blocks, size, setting.prefix_caching), num_blocks, None
+    few = min(num_blocks, window_span(windows.window, setting.token_budget, size) + num_blocks % 4)
+    own = WindowedKVCacheManager(few, size, windows.window, setting.token_budget)
+    if windows.are_all:
+        return own, few, None
+    full = KVCacheManager(num_blocks, size, prefix_caching=False)
+    return GroupedKVCacheManager(full, own), num_blocks, WindowPool(windows.layers, few)
+
+
+def windows_of(model: Any) -> LayerWindows | None:
+    """The layers of a tiny model that see a window."""
+    calls = layers_of(model, CPU)
+    windows = {i: w for i, call in enumerate(calls) if (w := call.variant.sliding_window) is not None}
+    return LayerWindows(max(windows.values()), frozenset(windows), len(calls)) if windows else None
 
 
 def draw_rows(

@@ -75,16 +75,23 @@ class Step(Protocol):
 
 
 class CachedStep(NamedTuple):
-    """One iteration's step: the cache, and a backend with its own plan of the flat batch."""
+    """One iteration's step: the cache, and a backend with its own plan of the flat batch.
+
+    `window_plan` is that for the layers which have a pool of blocks of their own, None where no layer has.
+    """
 
     cache: KVCache
     backend: AttentionBackend
     plan: Any
+    window_plan: Any = None
+
+    def plan_of(self, layer_index: int) -> Any:
+        return self.window_plan if layer_index in self.cache.window_layers else self.plan
 
     def attend(
         self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, variant: AttentionVariant
     ) -> torch.Tensor:
-        return self.backend.attend(query, key, value, self.cache.layers[layer_index], self.plan, variant)
+        return self.backend.attend(query, key, value, self.cache.layers[layer_index], self.plan_of(layer_index), variant)
 
 
 _MODULES = {
