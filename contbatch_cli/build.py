@@ -16,7 +16,7 @@ from contbatch_cli.core.job_order import Choice, JobQueue, choose_order, shared_
 from contbatch_cli.core.kv_cache_manager import KVCacheManager
 from contbatch_cli.core.policies import POLICIES
 from contbatch_cli.core.request import Request
-from contbatch_cli.core.scheduler import StopRule
+from contbatch_cli.core.scheduler import StallFreeScheduler, StopRule
 from contbatch_cli.core.stop import first_of, repetition_rule, standard_stop_rule
 from contbatch_cli.core.windowed_cache import GroupedKVCacheManager, WindowedKVCacheManager, window_span
 from contbatch_cli.data import model_store
@@ -32,7 +32,7 @@ from contbatch_cli.data.rows import ChatPrompt, Row, RowFault
 from contbatch_cli.data.sources import can_be_read_twice
 from contbatch_cli.data.template_rows import template_text
 from contbatch_cli.data.tokenizer import Tokenizer
-from contbatch_cli.engine import Clock, InferenceEngine, Runner
+from contbatch_cli.engine import Clock, Engine, InferenceEngine, Runner
 from contbatch_cli.errors import UsageError
 from contbatch_cli.sizing import (
     DeviceMemory,
@@ -102,13 +102,15 @@ class Job:
 class Executor:
     """What executes a job's plans; `stop_rules` end rows by what it knows, `description` is for the header.
 
-    `first_divergence` runs a finished request again alone and says where it differs; it changes nothing of the run.
+    `first_divergence` runs a finished request again alone and says where it differs; it changes nothing of the run. Instead of
+    a runner for the engine of this process there may be another engine, made by `make_engine`.
     """
 
-    runner: Runner
+    runner: Runner | None
     description: str
     stop_rules: tuple[StopRule, ...] = ()
     first_divergence: Callable[[Request], Divergence | None] | None = None
+    make_engine: Callable[[Job, Clock], Engine] | None = None
 
 
 BuildExecutor = Callable[[Job], Executor]
@@ -153,8 +155,11 @@ def device_memory(config: ModelConfig, info: ModelInfo) -> DeviceMemory:
     """What will be free on the device once the weights are there. Imports torch for a CUDA device."""
     kind = device_kind(config)
     free_bytes = _cuda_free_bytes(config) if kind == "cuda" else machine.free_memory_bytes()
-    weights_bytes = info.num_parameters * DTYPE_BYTES[dtype_name(config, kind, info)]
-    return DeviceMemory(kind, max(free_bytes - weights_bytes, 0))
+    return DeviceMemory(kind, max(free_bytes - weights_bytes(config, kind, info), 0))
+
+
+def weights_bytes(config: ModelConfig, kind: str, info: ModelInfo) -> int:
+    return info.num_parameters * DTYPE_BYTES[dtype_name(config, kind, info)]
 
 
 def _cuda_free_bytes(config: ModelConfig) -> int:
@@ -250,10 +255,21 @@ def prepared_rows(
 
 def build_engine(job: Job, runner: Runner, stop_rule: StopRule, clock: Clock) -> InferenceEngine:
     """The engine of a job, by its policy and sizes."""
-    sizes = job.sizes
+    return InferenceEngine(build_scheduler(job, stop_rule), runner, job.queue, clock)
+
+
+def engine_of(job: Job, executor: Executor, stop_rule: StopRule, clock: Clock) -> Engine:
+    """The engine that runs a job on an executor."""
+    if executor.make_engine is not None:
+        return executor.make_engine(job, clock)
+    assert executor.runner is not None, "an executor has a runner or makes an engine"
+    return build_engine(job, executor.runner, stop_rule, clock)
+
+
+def build_scheduler(job: Job, stop_rule: StopRule) -> StallFreeScheduler:
+    """The scheduler of one device, with its empty cache."""
     policy = POLICIES[job.config.scheduler.policy]
-    scheduler = policy(build_cache(job), sizes.token_budget, sizes.max_batch_size, stop_rule)
-    return InferenceEngine(scheduler, runner, job.queue, clock)
+    return policy(build_cache(job), job.sizes.token_budget, job.sizes.max_batch_size, stop_rule)
 
 
 def build_cache(job: Job) -> KVCacheManager | GroupedKVCacheManager:

@@ -153,6 +153,27 @@ class OutputConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    replicas: int | Auto | None = key(
+        None,
+        Rule(
+            "Engines that share the job, each on a device of its own, through Ray. auto is one for each GPU, without GPUs one "
+            "for each machine. null: one engine in this process, without Ray.",
+            minimum=1,
+        ),
+    )
+    address: str | None = key(
+        None,
+        Rule("A Ray cluster that runs: auto, or HOST:PORT of its head. null starts Ray on this machine.", pattern=r"\S+"),
+    )
+    max_attempts: int = key(
+        3, Rule("How often a row is run again elsewhere after its replica was lost, counting the first time.", minimum=1)
+    )
+    max_restarts: int = key(3, Rule("How often a replica is started again after it was lost.", minimum=0))
+    start_timeout_s: int = key(1800, Rule("Seconds after which a replica that has not started counts as lost.", minimum=1))
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -160,3 +181,4 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -18,6 +18,7 @@ import yaml
 
 from contbatch_cli.config import (
     CacheConfig,
+    ClusterConfig,
     Config,
     EngineConfig,
     ModelConfig,
@@ -359,6 +360,7 @@ def _build(values: Mapping[str, Value]) -> Config:
         engine=EngineConfig(**section("engine")),
         sampling=SamplingConfig(**section("sampling")),
         output=OutputConfig(**section("output")),
+        cluster=ClusterConfig(**section("cluster")),
     )
 
 

@@ -43,6 +43,14 @@ class IterationReport:
     token_budget: int
     start_s: float
     elapsed_s: float
+    replica: int | None = None
+    """Which of several engines ran it; counts then are those of all of them together. None where there is one."""
+
+
+class Engine(Protocol):
+    """What runs a job to its end, iteration by iteration."""
+
+    def run(self) -> Iterator[IterationReport]: ...
 
 
 class InferenceEngine:

@@ -275,7 +275,7 @@ class Metrics:
         totals.peak_blocks = max(totals.peak_blocks, step.blocks_used)
         totals.peak_running = max(totals.peak_running, len(runs))
         totals.num_blocks = step.num_blocks
-        totals.end_s = end_s
+        totals.end_s = max(totals.end_s, end_s)
         self._recent.add(step.start_s, end_s, num_outputs)
 
     def _admit(self, run: _Run, start_s: float) -> _InFlight:

@@ -38,7 +38,8 @@ class TraceRun(NamedTuple):
 class TraceIteration(NamedTuple):
     """One iteration as the trace holds it. Times in seconds since the run began.
 
-    `finished` names every row that was done then, rows that took the result of an equal one among them.
+    `finished` names every row that was done then, rows that took the result of an equal one among them. `replica` is in the
+    trace of a run of several engines only.
     """
 
     iteration: int
@@ -53,6 +54,7 @@ class TraceIteration(NamedTuple):
     finished: tuple[RequestId, ...]
     start_s: float
     elapsed_s: float
+    replica: int | None = None
 
     @property
     def num_decodes(self) -> int:
@@ -87,6 +89,7 @@ def iteration_of(report: IterationReport, name_of: NameOf = no_name) -> TraceIte
         finished=tuple(request.request_id for request in (*report.finished, *report.duplicates)),
         start_s=round(report.start_s, _TIME_DIGITS),
         elapsed_s=round(report.elapsed_s, _TIME_DIGITS),
+        replica=report.replica,
     )
 
 
@@ -124,6 +127,8 @@ def iteration_line(report: IterationReport, name_of: NameOf = no_name) -> str:
 def format_iteration(iteration: TraceIteration) -> str:
     """The same for an iteration that was read back or simulated."""
     line = iteration._asdict()
+    if iteration.replica is None:
+        del line["replica"]
     line["scheduled"] = [_run_fields(run) for run in iteration.scheduled]
     line["preempted"] = [_id_field(request_id) for request_id in iteration.preempted]
     line["finished"] = [_id_field(request_id) for request_id in iteration.finished]
@@ -199,7 +204,7 @@ def _loads(path: Path | str, number: int, line: str) -> dict[str, Any]:
 
 
 def _parse_iteration(fields: dict[str, Any]) -> TraceIteration:
-    fields = {name: fields[name] for name in TraceIteration._fields}
+    fields = {name: fields[name] for name in TraceIteration._fields if name != "replica"} | {"replica": fields.get("replica")}
     fields["scheduled"] = tuple(_parse_run(run) for run in fields["scheduled"])
     fields["preempted"] = tuple(_parse_id(value) for value in fields["preempted"])
     fields["finished"] = tuple(_parse_id(value) for value in fields["finished"])

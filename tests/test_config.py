@@ -184,7 +184,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         ("sampling.max_tokens=x", "--set sampling.max_tokens=x: must be a whole number of at least 0"),
         ("sampling=x", "--set sampling=x: sampling is a section; its keys are max_tokens, min_tokens"),
         ("output.ordr=input", "--set output.ordr=input: unknown key; did you mean output.order?"),
-        ("qqqq=1", "--set qqqq=1: unknown key; the sections are model, scheduler, cache, engine, sampling, output"),
+        ("qqqq=1", "--set qqqq=1: unknown key; the sections are model, scheduler, cache, engine, sampling, output, cluster"),
         ("model.name=", "--set model.name=null: must be a string"),
         ("sampling.seed=*x", "not valid YAML: found undefined alias 'x'"),
     ],

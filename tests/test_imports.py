@@ -1,4 +1,4 @@
-"""The direction of imports: cli -> build -> {model lazily, data, engine, simulate} -> core."""
+"""The direction of imports: cli -> build_replicas -> {build, cluster} -> {model lazily, data, engine, simulate} -> core."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ MAY_IMPORT = {
     "simulate": {*CORE, "cost_model"},
     "data": {*CORE, "data"},
     "model": {*CORE, "model"},
+    "cluster": {*CORE, "engine", "sizing", "cluster"},
     "build": {*CORE, *WIRED},
-    "cli": {*CORE, *WIRED, "build", "cli"},
+    "build_replicas": {*CORE, *WIRED, "build", "cluster"},
+    "cli": {*CORE, *WIRED, "build", "build_replicas", "cluster", "cli"},
     "__main__": {"cli"},
 }
 # What may be imported where it is needed only, inside a function.
 MAY_IMPORT_LAZILY = {"build": {"model"}, "cli": {"model"}}
-HEAVY = {"torch", "transformers", "accelerate", "gguf"}
+HEAVY = {"torch", "transformers", "accelerate", "gguf", "ray"}
 
 
 class Import(NamedTuple):

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Literal
 
 from contbatch_cli import build
+from contbatch_cli.build_replicas import Replicas, open_replicas
 from contbatch_cli.cli.app import print_plain
 from contbatch_cli.cli.live import STDERR, RunHeader, View, make_view
 from contbatch_cli.cli.output import Output, OutputOptions, claim_standard_output
+from contbatch_cli.cli.replica_lines import live_lines
 from contbatch_cli.cli.signals import Interrupted, Interrupts
 from contbatch_cli.cli.summary import RunSummary
 from contbatch_cli.cli.trace_file import TraceFile
@@ -86,8 +88,10 @@ def _run(asked: RunRequest, interrupts: Interrupts, stack: ExitStack, descriptor
     with interrupts.may_raise():
         batch_run = BatchRun(asked, output, interrupts, descriptor, began_s)
         stack.callback(batch_run.close)
-        batch_run.prepare()
-        executor = build.build_executor(batch_run.job) if batch_run.job.has_work else None
+        replicas = stack.enter_context(open_replicas(asked.effective.config, batch_run.view.message, interrupts.may_raise))
+        batch_run.prepare(replicas)
+        build_executor = replicas.executor if replicas else build.build_executor
+        executor = build_executor(batch_run.job) if batch_run.job.has_work else None
     gc.freeze()
     if executor is not None:
         batch_run.execute(executor)
@@ -130,13 +134,20 @@ class BatchRun:
         self._metrics = Metrics()
         self._first_metrics: dict[int, RequestMetrics] = {}
         self._verified = Sample(asked.options.verify)
+        self._replicas: Replicas | None = None
         self._wants_metrics = config.output.metrics
         self._is_executing = False
         self._began_s = began_s
         options = asked.options
         self._trace = TraceFile(options.trace, (*asked.inputs.sources, asked.output.name))
-        fds = (descriptor, STDERR)
-        self.view: View = make_view(self._metrics, quiet=options.quiet, live=options.live, name_of=self._name_of, fds=fds)
+        self.view: View = make_view(
+            self._metrics,
+            quiet=options.quiet,
+            live=options.live,
+            name_of=self._name_of,
+            fds=(descriptor, STDERR),
+            more_lines=self._replica_lines,
+        )
         self.recorder = Recorder(
             RecordOptions(
                 self._model.tokenizer.token_bytes,
@@ -149,6 +160,9 @@ class BatchRun:
             lambda request, row: build.complete(self._texts, self._model, request, row),
         )
 
+    def _replica_lines(self) -> list[str]:
+        return live_lines(self._replicas.states) if self._replicas is not None else []
+
     def _name_of(self, index: int) -> str | int | None:
         return self.job.rows.name_of(index)
 
@@ -158,10 +172,10 @@ class BatchRun:
             self.view.close()
         self._trace.close()
 
-    def prepare(self) -> None:
+    def prepare(self, replicas: Replicas | None = None) -> None:
         """Repair or begin the output, and read the first window of rows."""
-        effective, inputs = self._asked.effective, self._asked.inputs
-        memory = build.device_memory(effective.config.model, self._model.info)
+        effective, inputs, self._replicas = self._asked.effective, self._asked.inputs, replicas
+        memory = replicas.memory(self._model) if replicas else build.device_memory(effective.config.model, self._model.info)
         self._check(build.prepared_rows(effective, inputs, self._model, memory))
         settings = build.text_settings(effective, inputs, self._model, memory.kind)
         self._output.begin(settings, self.view.record, self._descriptor)
@@ -197,7 +211,7 @@ class BatchRun:
         self.view.start(RunHeader(tuple(build.header_lines(job, executor)), num_rows))
         if self._trace.is_wanted:
             self._trace.write(header_line(build.resolved_config(job), asdict(job.memory), num_rows))
-        engine = build.build_engine(job, executor.runner, build.stop_rule(self._texts, executor), time.monotonic)
+        engine = build.engine_of(job, executor, build.stop_rule(self._texts, executor), time.monotonic)
         try:
             for report in engine.run():
                 self._take(report)

@@ -15,6 +15,7 @@ from contbatch_cli.cli.options import (
     MaxTokens,
     ModelName,
     Order,
+    Replicas,
     Seed,
     Stop,
     Temperature,
@@ -54,6 +55,7 @@ def generate(
     limit: Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows.")] = None,
     on_error: Annotated[OnError, typer.Option("--on-error", help="Record a bad row, or fail at the first one.")] = "record",
     order: Order = None,
+    replicas: Replicas = None,
     max_time: Annotated[
         str | None, typer.Option("--max-time", metavar="DURATION", help="Stop after this time (90s, 10m, 2h).")
     ] = None,
@@ -81,6 +83,7 @@ def generate(
         seed=seed,
         stop=stop,
         order=order,
+        replicas=replicas,
     )
     inputs = Inputs(_sources(prompts), InputOptions(format, template, raw, system, limit), chat_template)
     if dry_run:

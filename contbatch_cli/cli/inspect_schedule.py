@@ -21,6 +21,7 @@ from contbatch_cli.cli.options import (
     MaxTokens,
     ModelName,
     Order,
+    Replicas,
     Seed,
     Stop,
     Temperature,
@@ -92,6 +93,7 @@ def inspect_schedule(
     seed: Seed = None,
     stop: Stop = None,
     order: Order = None,
+    replicas: Replicas = None,
 ) -> None:
     """Rehearse the schedule of a job, or replay a trace: no weights."""
     draws = [plot_writer(plot)] if plot else []
@@ -117,6 +119,7 @@ def inspect_schedule(
                     seed=seed,
                     stop=stop,
                     order=order,
+                    replicas=replicas,
                 )
 
             script = OutputScript.parse(output_lengths)

@@ -43,6 +43,8 @@ def table_columns(columns: int, sample: TraceIteration, ascii_only: bool) -> lis
         Column("decodes", 7, lambda it: str(it.num_decodes), "green"),
         Column("tokens", token_cells, lambda it: _meter(it.num_tokens, it.token_budget, bar_cells, ascii_only), "cyan", True),
     ]
+    if sample.replica is not None:
+        found.insert(1, Column("replica", 7, lambda it: str(it.replica)))
     if columns >= 60:
         meter = Column(
             "blocks", block_cells, lambda it: _meter(it.blocks_used, it.num_blocks, bar_cells, ascii_only), "blue", True

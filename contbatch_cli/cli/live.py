@@ -18,7 +18,7 @@ from typing import Protocol
 from rich.console import Console, Group
 from rich.text import Text
 
-from contbatch_cli.cli.figures import bar, clock_time, duration, join_fitting, printable, three_figures
+from contbatch_cli.cli.figures import bar, clock_time, crop, duration, join_fitting, printable, three_figures
 from contbatch_cli.cli.iteration_columns import row_text, table_columns, title_text
 from contbatch_cli.cli.live_region import (
     Line,
@@ -71,6 +71,14 @@ class View(Protocol):
         """Takes the view off the screen; may be called twice, and after `finish`. For a `finally`."""
 
 
+MoreLines = Callable[[], list[str]]
+"""Lines that stand below the state of the run, such as one for each replica."""
+
+
+def no_lines() -> list[str]:
+    return []
+
+
 def make_view(
     metrics: Metrics,
     *,
@@ -78,6 +86,7 @@ def make_view(
     live: bool | None = None,
     name_of: NameOf = no_name,
     fds: tuple[int, int] = (STDOUT, STDERR),
+    more_lines: MoreLines = no_lines,
 ) -> View:
     """The view for these settings: `live` None means live when standard error is a terminal that can move its cursor."""
     stdout, stderr = fds
@@ -85,7 +94,7 @@ def make_view(
         return QuietView(stdout)
     if live is False or not _can_draw(stderr):
         return PlainView(metrics, stdout, stderr)
-    return LiveView(metrics, name_of, stdout, stderr)
+    return LiveView(metrics, name_of, stdout, stderr, more_lines=more_lines)
 
 
 def _can_draw(fd: int) -> bool:
@@ -201,6 +210,7 @@ class LiveView:
         stdout: int = STDOUT,
         stderr: int = STDERR,
         clock: Callable[[], float] = time.monotonic,
+        more_lines: MoreLines = no_lines,
     ) -> None:
         self._metrics = metrics
         self._name_of = name_of
@@ -209,7 +219,7 @@ class LiveView:
         self._clock = clock
         self._shares_terminal = _same_terminal(stdout, stderr)
         self._region = LiveRegion(stderr, lambda: terminal_size(stderr), terminals_reflow())
-        self._table = LiveTable(metrics, name_of, _drawing_console())
+        self._table = LiveTable(metrics, name_of, _drawing_console(), more_lines)
         self._recent: deque[IterationReport] = deque(maxlen=MAX_TABLE_ROWS)
         self._pending: list[bytes] = []
         self._due = clock()
@@ -263,7 +273,8 @@ class LiveView:
 class LiveTable:
     """Turns iterations and metrics into the lines of the table. Every line is at least one cell narrower than the terminal."""
 
-    def __init__(self, metrics: Metrics, name_of: NameOf, console: Console) -> None:
+    def __init__(self, metrics: Metrics, name_of: NameOf, console: Console, more_lines: MoreLines = no_lines) -> None:
+        self._more_lines = more_lines
         self._metrics = metrics
         self._name_of = name_of
         self._console = console
@@ -307,7 +318,8 @@ class LiveTable:
         words += [f"budget use {snapshot.budget_use:.0%}", f"peak {snapshot.peak_blocks:,} blocks"]
         words += [f"{snapshot.preemptions:,} preemptions"] if snapshot.preemptions else []
         words += [f"{snapshot.cached_tokens:,} prompt tokens from the cache"] if snapshot.cached_tokens else []
-        return [first, Text(join_fitting(words, width), "dim")]
+        more = [Text(crop(line, width), "dim") for line in self._more_lines()]
+        return [first, Text(join_fitting(words, width), "dim"), *more]
 
     def _render(self, texts: list[Text], width: int) -> list[Line]:
         for text in texts:

@@ -27,6 +27,9 @@ Stop = Annotated[
     list[str] | None, typer.Option("--stop", metavar="TEXT", help="End a row where this text appears. Repeatable.")
 ]
 Order = Annotated[str | None, typer.Option("--order", metavar="completion|input", help="Order of the records.")]
+Replicas = Annotated[
+    str | None, typer.Option("--replicas", metavar="N|auto", help="Engines that share the job, through Ray; auto: all GPUs.")
+]
 
 
 def effective_config(
@@ -40,6 +43,7 @@ def effective_config(
     seed: int | None = None,
     stop: Sequence[str] | None = None,
     order: str | None = None,
+    replicas: str | None = None,
 ) -> Effective:
     """The effective config of a command line; None stands for an option that was not given. Raises UsageError."""
     options = (
@@ -50,5 +54,6 @@ def effective_config(
         Option("sampling.seed", "--seed", seed),
         Option("sampling.stop", "--stop", list(stop) if stop else None),
         Option("output.order", "--order", order),
+        Option("cluster.replicas", "--replicas", int(replicas) if replicas and replicas.isdecimal() else replicas),
     )
     return load_config(config, assignments or (), options)

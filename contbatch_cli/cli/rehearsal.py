@@ -22,6 +22,8 @@ from contbatch_cli.build import (
     prepare_job,
     resolved_config,
 )
+from contbatch_cli.build_replicas import memory_of_each, simulated_engine, wants_replicas
+from contbatch_cli.cli.replica_lines import ReplicaTotals
 from contbatch_cli.cli.schedule_view import Schedule
 from contbatch_cli.config import Config
 from contbatch_cli.config_files import Effective
@@ -29,6 +31,7 @@ from contbatch_cli.cost_model import CostModel, ModelShape, device_figures, roof
 from contbatch_cli.data.model_files import ModelInfo, read_json
 from contbatch_cli.data.model_store import cache_dir
 from contbatch_cli.data.rows import RowFault
+from contbatch_cli.engine import Engine
 from contbatch_cli.simulate import OutputScript, SimulatedClock, SimulatedRunner
 from contbatch_cli.sizing import DeviceMemory
 from contbatch_cli.trace import TraceIteration, header_fields, iteration_of
@@ -58,17 +61,18 @@ class Rehearsals:
         effective = self.configure([f"{key}={value}" for key, value in overrides])
         config = effective.config
         model = self._model(config)
-        memory = rehearsal_memory(config, model.info)
+        memory = memory_of_each(config, rehearsal_memory(config, model.info), model.info)
         script = self.script()
         faults: list[RowFault] = []
         job = prepare_job(effective, self.inputs, model, memory, faults.append)
         cost = cost_model(config, model.info, memory.kind)
+        totals = ReplicaTotals()
         return Schedule(
             title=title or config.scheduler.policy,
             header=header_fields(resolved_config(job), asdict(memory), job.rows.num_rows if job.rows.is_read else None),
-            iterations=_iterations(job, script, cost),
+            iterations=_iterations(job, script, cost, totals),
             clock=cost.source,
-            notes=lambda: _notes(config, memory, script, faults),
+            notes=lambda: (*totals.lines(), *_notes(config, memory, script, faults)),
             overrides=overrides,
         )
 
@@ -79,13 +83,20 @@ class Rehearsals:
         return self._models[key]
 
 
-def _iterations(job: Job, script: OutputScript, cost: CostModel) -> Iterator[TraceIteration]:
-    clock = SimulatedClock()
-    engine = build_engine(job, SimulatedRunner(script, cost, clock.advance), script.stop_rule, clock)
-    for report in engine.run():
-        yield iteration_of(report, job.rows.name_of)
+def _iterations(job: Job, script: OutputScript, cost: CostModel, totals: ReplicaTotals) -> Iterator[TraceIteration]:
+    for report in _engine(job, script, cost).run():
+        iteration = iteration_of(report, job.rows.name_of)
+        totals.add(iteration)
+        yield iteration
         for request in (*report.finished, *report.duplicates):
             job.rows.finish(request)
+
+
+def _engine(job: Job, script: OutputScript, cost: CostModel) -> Engine:
+    if wants_replicas(job.config):
+        return simulated_engine(job, script, cost)
+    clock = SimulatedClock()
+    return build_engine(job, SimulatedRunner(script, cost, clock.advance), script.stop_rule, clock)
 
 
 def _notes(config: Config, memory: DeviceMemory, script: OutputScript, faults: Sequence[RowFault]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -63,10 +64,10 @@ class Step(NamedTuple):
 
 @dataclass(slots=True)
 class ScheduleChart:
-    """Everything that is drawn of one schedule; lanes in order of their first run."""
+    """Everything that is drawn of one schedule; lanes in order of their first run. Of several replicas each has one lane."""
 
     title: str
-    lanes: dict[RequestId, Lane] = field(default_factory=dict)
+    lanes: dict[RequestId | int, Lane] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     token_budget: int = 0
     num_blocks: int = 0
@@ -77,24 +78,39 @@ class ScheduleChart:
 
     def add(self, iteration: TraceIteration) -> None:
         """Takes in one iteration; to be called in order."""
-        for request_id in iteration.preempted:
-            self._preempt(request_id, iteration.start_s)
-        for run in iteration.scheduled:
-            self._run(run, iteration.start_s, iteration.end_s)
+        if iteration.replica is not None:
+            self._run_replica(iteration.replica, iteration)
+        else:
+            for request_id in iteration.preempted:
+                self._preempt(request_id, iteration.start_s)
+            for run in iteration.scheduled:
+                self._run(run, iteration.start_s, iteration.end_s)
         num_decodes = iteration.num_decodes
         self.token_budget = max(self.token_budget, iteration.token_budget)
         self.num_blocks = max(self.num_blocks, iteration.num_blocks)
-        self.steps.append(
-            Step(
-                iteration.start_s,
-                iteration.end_s,
-                num_decodes,
-                iteration.num_tokens - num_decodes,
-                iteration.blocks_used,
-                iteration.num_running,
-                iteration.num_waiting,
-            )
+        step = Step(
+            iteration.start_s,
+            iteration.end_s,
+            num_decodes,
+            iteration.num_tokens - num_decodes,
+            iteration.blocks_used,
+            iteration.num_running,
+            iteration.num_waiting,
         )
+        insort(self.steps, step, key=lambda one: one.end_s)
+
+    def _run_replica(self, replica: int, iteration: TraceIteration) -> None:
+        """A replica computes prompts, or only decodes; between its iterations it waits for rows."""
+        lane = self.lanes.setdefault(replica, Lane(f"replica {replica}"))
+        if iteration.start_s - lane.end_s > _GAP_S:
+            lane.segments.append(Segment(State.WAITING, lane.end_s, iteration.start_s))
+        state = State.PREFILL if iteration.prefills else State.DECODE
+        last = lane.segments[-1] if lane.segments else None
+        if last is not None and last.state is state:
+            joined = last._replace(end_s=iteration.end_s, num_tokens=last.num_tokens + iteration.num_tokens)
+            lane.segments[-1] = joined
+        else:
+            lane.segments.append(Segment(state, iteration.start_s, iteration.end_s, iteration.num_tokens))
 
     def _preempt(self, request_id: RequestId, now_s: float) -> None:
         lane = self.lanes.get(request_id)

@@ -27,6 +27,7 @@ ERROR_CODES = frozenset(
         "prompt_too_long",
         "exceeds_kv_cache",
         "non_finite_logits",
+        "replica_lost",
         "cancelled",
     }
 )

@@ -59,7 +59,8 @@ def contbatch(arguments: argparse.Namespace) -> Engine:
             if rows == [WARM_UP] and report.iteration == 2:
                 break
             for request in (*report.finished, *report.duplicates):
-                outputs[rows[request.request_id.index]["id"] if rows != [WARM_UP] else "warm-up"] = request.output_ids
+                index, _ = request.request_id
+                outputs[rows[index]["id"]] = request.output_ids
         return outputs
 
     return run

@@ -40,7 +40,7 @@ def wait_for_the_moment(process, output, rng):
     """Lets a run go on to a random moment: after a while, in the midst of its repair, or after some more records."""
     moment = rng.choice(["time", "repair", "record"])
     size = output.stat().st_size if output.exists() else 0
-    deadline = time.monotonic() + (rng.uniform(0.2, 1.5) if moment == "time" else 3.0)
+    deadline = time.monotonic() + (rng.uniform(0.2, 1.2) if moment == "time" else 3.0)
     while process.poll() is None and time.monotonic() < deadline:
         if moment == "repair" and any(output.parent.glob(f"{output.name}*.resume")):
             return
@@ -58,7 +58,7 @@ def run_with_kills(arguments, output, num_kills, rng):
             [*command("generate", *arguments), *(["--resume"] if number else [])],
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            env=environment(STEP_S=0.004),
+            env=environment(STEP_S=0.012 if number < num_kills else 0),
             cwd=ROOT,
         )
         if number < num_kills:
@@ -78,10 +78,10 @@ def check_killed_runs(tmp_path, order, seed, num_kills):
     model = write_model(tmp_path / "model")
     source = write_rows(tmp_path / "rows.jsonl", rows(rng))
     output, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
-    settings = (source, "-m", model, "--order", order, "--set", "cache.num_blocks=96", "-q")
+    settings = (source, "-m", model, "--order", order, "--set", "scheduler.max_batch_size=8", "--set", "cache.num_blocks=30", "-q")
     assert generate(*settings, "-o", whole).returncode == 1
     num_met = run_with_kills((*settings, "-o", output), output, num_kills, rng)
-    assert num_met > num_kills // 2, "too few of the kills met a running process"
+    assert num_met >= num_kills - 2, "too few of the kills met a running process"
 
     records = read_records(output)
     indices = [record["index"] for record in records]

@@ -62,7 +62,7 @@ static size_t lay_out_rows(const AttentionShape *shape, char *memory, Rows *rows
     if (shape->heads / shape->kv_heads > UNIT_ROWS) count = shape->heads;
     size_t value_width = whole(shape->value_size, PANEL), sizes[7] = {
         count * shape->key_size, count * value_width, count, count, count * TILE_KEYS,
-        (size_t)TILE_KEYS * shape->key_size, TILE_KEYS * value_width};
+        (size_t)TILE_KEYS * shape->key_size, TILE_KEYS * PANEL};
     float **fields[7] = {&rows->queries, &rows->sums, &rows->highest, &rows->total, &rows->scores, &rows->keys, &rows->values};
     size_t offset = 0;
     for (int i = 0; i < 7; i++) {
@@ -96,6 +96,30 @@ static void list_units(const AttentionShape *shape, const Step *step, Unit *unit
         }
 }
 
+/* Step `width` of a transposition: lanes whose number has that bit set change places with the other vector's. */
+#define LOW(lane, width) ((lane) & (width) ? (lane) - (width) + LANES : (lane))
+#define HIGH(lane, width) ((lane) & (width) ? (lane) + LANES : (lane) + (width))
+#define LANES4(side, first, width) side(first, width), side(first + 1, width), side(first + 2, width), side(first + 3, width)
+#if LANES == 16
+#define ALL_LANES(side, width) \
+    {LANES4(side, 0, width), LANES4(side, 4, width), LANES4(side, 8, width), LANES4(side, 12, width)}
+#elif LANES == 8
+#define ALL_LANES(side, width) {LANES4(side, 0, width), LANES4(side, 4, width)}
+#else
+#define ALL_LANES(side, width) {LANES4(side, 0, width)}
+#endif
+
+#define EXCHANGE(width)                                                                                                          \
+    if (width < LANES) {                                                                                                         \
+        const ivec low = ALL_LANES(LOW, width), high = ALL_LANES(HIGH, width);                                                   \
+        UNROLL for (int i = 0; i < LANES; i++) {                                                                                 \
+            if (i & width) continue;                                                                                             \
+            vec a = r[i], b = r[(i + width) % LANES];                                                                            \
+            r[i] = __builtin_shuffle(a, b, low);                                                                                 \
+            r[(i + width) % LANES] = __builtin_shuffle(a, b, high);                                                              \
+        }                                                                                                                        \
+    }
+
 /* LANES x LANES floats, rows at `rows`, become columns of `out` (stride PANEL). */
 ALWAYS_INLINE void transpose(const float *const *rows, int offset, float *out) {
 #if defined(__clang__)
@@ -104,19 +128,7 @@ ALWAYS_INLINE void transpose(const float *const *rows, int offset, float *out) {
 #else
     vec r[LANES];
     UNROLL for (int i = 0; i < LANES; i++) r[i] = load(rows[i] + offset);
-    UNROLL for (int width = 1; width < LANES; width *= 2) {
-        ivec low, high;
-        UNROLL for (int l = 0; l < LANES; l++) {
-            low[l] = l & width ? l - width + LANES : l;
-            high[l] = l & width ? l + LANES : l + width;
-        }
-        UNROLL for (int i = 0; i < LANES; i++) {
-            if (i & width) continue;
-            vec a = r[i], b = r[i + width];
-            r[i] = __builtin_shuffle(a, b, low);
-            r[i + width] = __builtin_shuffle(a, b, high);
-        }
-    }
+    EXCHANGE(1) EXCHANGE(2) EXCHANGE(4) EXCHANGE(8)
     UNROLL for (int i = 0; i < LANES; i++) store(out + i * PANEL, r[i]);
 #endif
 }
@@ -138,19 +150,9 @@ static void pack_keys(const float *const *keys, const float *const *next, int co
     }
 }
 
-/* Values [count, E] at their places, to panels [ceil(E / PANEL)][TILE_KEYS][PANEL]; those at `next` come into the cache. */
-static void pack_values(const float *const *values, const float *const *next, int count, int size, float *panels) {
-    for (int first = 0; first < size; first += PANEL) {
-        float *out = panels + (size_t)(first / PANEL) * TILE_KEYS * PANEL;
-        if (first + PANEL <= size)
-            for (int j = 0; j < count; j++) {
-                for (int i = 0; i < PANEL; i += 16) __builtin_prefetch(next[j] + first + i, 0, 2);
-                store(out + j * PANEL, load(values[j] + first));
-                store(out + j * PANEL + LANES, load(values[j] + first + LANES));
-            }
-        else
-            for (int j = 0; j < count; j++) memcpy(out + j * PANEL, values[j] + first, sizeof(float) * (size - first));
-    }
+/* Columns `first` to `first + PANEL` of values [count, E] at their places, to [count, PANEL]. */
+static void pack_values(const float *const *values, int count, int first, int size, float *panel) {
+    for (int j = 0; j < count; j++) memcpy(panel + j * PANEL, values[j] + first, sizeof(float) * (size - first));
 }
 
 /* Scores [rows, TILE_KEYS] of the tile's keys. */
@@ -160,21 +162,36 @@ static void score(const AttentionShape *shape, const float *queries, int rows, c
         for (int low = 0; low < rows; low += TILE_ROWS) {
             int high = rows < low + TILE_ROWS ? rows : low + TILE_ROWS;
             const float *panel = keys + (size_t)first * size;
-            kernels[high - low](queries + (size_t)low * size, size, panel, size, (const char *)panel, 0,
+            kernels[high - low](queries + (size_t)low * size, size, panel, PANEL, size, (const char *)panel, 0,
                                 scores + low * TILE_KEYS + first, TILE_KEYS, 0);
         }
 }
 
-/* sums [rows, E] += weights [rows, count] times the tile's values. */
-static void add_values(const AttentionShape *shape, const float *weights, int rows, const float *values, int count, float *sums) {
-    int width = (int)whole(shape->value_size, PANEL);
-    for (int first = 0; first < width; first += PANEL)
-        for (int low = 0; low < rows; low += TILE_ROWS) {
-            int high = rows < low + TILE_ROWS ? rows : low + TILE_ROWS;
-            const float *panel = values + (size_t)first * TILE_KEYS;
-            kernels[high - low](weights + low * TILE_KEYS, TILE_KEYS, panel, count, (const char *)panel, 0,
-                                sums + (size_t)low * width + first, width, 1);
-        }
+/* sums [rows, PANEL] (stride `width`) += weights [rows, count] times values [count, PANEL] (stride ldv); `next` as prefetched. */
+static void add_columns(const float *weights, int rows, const float *values, ptrdiff_t ldv, int count, const float *next, float *sums,
+                        int width) {
+    for (int low = 0; low < rows; low += TILE_ROWS) {
+        int high = rows < low + TILE_ROWS ? rows : low + TILE_ROWS;
+        kernels[high - low](weights + low * TILE_KEYS, TILE_KEYS, values, ldv, count, (const char *)next, low ? 0 : ldv * 4,
+                            sums + (size_t)low * width, width, 1);
+    }
+}
+
+/* sums [rows, E] += weights [rows, TILE_KEYS] times the tile's values, which are at `values` and lie `stride` apart where their
+ * slots follow each other. Whole panels are read in place, a last part of one by a copy. Those at `values + TILE_KEYS` come next. */
+static void add_values(const AttentionShape *shape, const float *weights, int rows, const float *const *values, ptrdiff_t stride,
+                       int count, float *copy, float *sums) {
+    int size = shape->value_size, width = (int)whole(size, PANEL), end;
+    for (int start = 0; start < count; start = end) {
+        for (end = start + 1; end < count && values[end] == values[end - 1] + stride; end++) {}
+        for (int first = 0; first + PANEL <= size; first += PANEL)
+            add_columns(weights + start, rows, values[start] + first, stride, end - start, values[TILE_KEYS + start] + first,
+                        sums + first, width);
+    }
+    int first = size / PANEL * PANEL;
+    if (first == size) return;
+    pack_values(values, count, first, size, copy);
+    add_columns(weights, rows, copy, PANEL, count, copy, sums + first, width);
 }
 
 /* One row's step of the online softmax: its scores become weights; the keys that it sees are `low` to `high` of the tile. */
@@ -261,8 +278,8 @@ static void attend_tile(const Attention *job, Unit unit, int kv, int first_row, 
         weigh(scores + row * TILE_KEYS, columns, low, high, shape->softcap, rows->highest + place, rows->total + place,
               rows->sums + (size_t)place * width, width);
     }
-    pack_values(values, values + TILE_KEYS, count, shape->value_size, rows->values);
-    add_values(shape, scores, num_rows, rows->values, count, rows->sums + (size_t)first_row * width);
+    add_values(shape, scores, num_rows, values, (ptrdiff_t)shape->kv_heads * shape->value_size, count, rows->values,
+               rows->sums + (size_t)first_row * width);
 }
 
 /* The slots of TILE_KEYS positions from `start`; those from `end` on stand for nothing and name the last position's. */

@@ -23,16 +23,16 @@ ALWAYS_INLINE int num_panels(const Linear *linear) {
     return (linear->n + width - 1) / width;
 }
 
-/* c [rows, PANEL] (+)= a [rows, K] (stride lda) times one panel [K, PANEL]; one line of `prefetch` a step of k. */
-ALWAYS_INLINE void kernel(const int rows, const float *restrict a, ptrdiff_t lda, const float *restrict panel, int k_size,
-                          const char *prefetch, ptrdiff_t prefetch_step, float *restrict c, ptrdiff_t ldc, int accumulate) {
+/* c [rows, PANEL] (+)= a [rows, K] (stride lda) times one panel [K, PANEL] (stride ldp); one line of `prefetch` a step of k. */
+ALWAYS_INLINE void kernel(const int rows, const float *restrict a, ptrdiff_t lda, const float *restrict panel, ptrdiff_t ldp,
+                          int k_size, const char *prefetch, ptrdiff_t prefetch_step, float *restrict c, ptrdiff_t ldc, int accumulate) {
     vec sums[TILE_ROWS][2];
     UNROLL for (int m = 0; m < rows; m++) {
         sums[m][0] = accumulate ? load(c + m * ldc) : (vec){0};
         sums[m][1] = accumulate ? load(c + m * ldc + LANES) : (vec){0};
     }
     for (int k = 0; k < k_size; k++) {
-        vec b0 = load(panel + (ptrdiff_t)k * PANEL), b1 = load(panel + (ptrdiff_t)k * PANEL + LANES);
+        vec b0 = load(panel + k * ldp), b1 = load(panel + k * ldp + LANES);
         __builtin_prefetch(prefetch + k * prefetch_step, 0, 2);
         UNROLL for (int m = 0; m < rows; m++) {
             float x = a[m * lda + k];
@@ -46,13 +46,14 @@ ALWAYS_INLINE void kernel(const int rows, const float *restrict a, ptrdiff_t lda
     }
 }
 
-typedef void (*kernel_function)(const float *, ptrdiff_t, const float *, int, const char *, ptrdiff_t, float *, ptrdiff_t, int);
+typedef void (*kernel_function)(const float *, ptrdiff_t, const float *, ptrdiff_t, int, const char *, ptrdiff_t, float *, ptrdiff_t,
+                                int);
 
 #define KERNEL(rows)                                                                                                             \
-    static __attribute__((noinline)) void kernel_##rows(const float *a, ptrdiff_t lda, const float *panel, int k,                \
+    static __attribute__((noinline)) void kernel_##rows(const float *a, ptrdiff_t lda, const float *panel, ptrdiff_t ldp, int k, \
                                                         const char *prefetch, ptrdiff_t step, float *c, ptrdiff_t ldc,           \
                                                         int accumulate) {                                                        \
-        kernel(rows, a, lda, panel, k, prefetch, step, c, ldc, accumulate);                                                      \
+        kernel(rows, a, lda, panel, ldp, k, prefetch, step, c, ldc, accumulate);                                                 \
     }
 KERNEL(1) KERNEL(2) KERNEL(3) KERNEL(4) KERNEL(5) KERNEL(6)
 #if TILE_ROWS > 6
@@ -88,15 +89,18 @@ static void finish_tile(const Linear *linear, const float *tile, int rows, int p
             high += load(bias + LANES);
         }
         if (gated) low = (linear->epilogue == SILU_GATE ? silu_vec(low) : gelu_tanh_vec(low)) * high;
+        if (linear->epilogue == ADD && width == PANEL) {
+            low += load(residual + m * ldo + first);
+            high += load(residual + m * ldo + first + LANES);
+        }
         store(result, low);
         store(result + LANES, high);
-        const float *added = residual + m * ldo + first;
-        if (linear->epilogue == ADD)
-            for (int i = 0; i < width; i++) row[i] = added[i] + result[i];
-        else if (width == PANEL)
+        if (linear->epilogue == ADD && width < PANEL)
+            for (int i = 0; i < width; i++) result[i] += residual[m * ldo + first + i];
+        if (width == PANEL)
             memcpy(row, result, sizeof result);
         else
-            for (int i = 0; i < width; i++) row[i] = result[i];
+            memcpy(row, result, sizeof(float) * width);
     }
 }
 
@@ -126,7 +130,7 @@ static void linear_phase(Worker *worker, const Linear *linear, const float *x, i
         for (int t = 0; t < tiles; t++) {
             int low = count * t / tiles, high = count * (t + 1) / tiles;
             size_t row = (size_t)(first + low);
-            kernels[high - low](x + row * k, k, weights, k, next + t * k * step, step, tile, PANEL, 0);
+            kernels[high - low](x + row * k, k, weights, PANEL, k, next + t * k * step, step, tile, PANEL, 0);
             finish_tile(linear, tile, high - low, panel, out + row * n, n, residual + (residual ? row * n : 0));
         }
     }

@@ -1,0 +1,57 @@
+"""How the devices of a cluster are shared out between replicas: pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from contbatch_cli.errors import UsageError
+
+
+class Node(NamedTuple):
+    """A machine of the cluster, by what Ray says that it has."""
+
+    num_cpus: float
+    num_gpus: float
+
+
+class Share(NamedTuple):
+    """What each replica gets. `num_cpus` is what Ray sets aside for it, `num_threads` how many threads it computes with."""
+
+    num_replicas: int
+    kind: Literal["cpu", "cuda"]
+    num_cpus: float
+    num_threads: int
+
+
+def share_out(nodes: Sequence[Node], replicas: int | Literal["auto"], device: str) -> Share:
+    """A share for each of `replicas`; auto is one for each GPU, without GPUs one for each machine.
+
+    `device` is `model.device`: cpu uses no GPU, cuda nothing else. Raises UsageError, with numbers, for more than there is.
+    """
+    num_gpus = sum(int(node.num_gpus) for node in nodes)
+    if device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"model.device {device}: each replica has a device of its own; give auto, cpu or cuda")
+    if device == "cuda" or (device == "auto" and num_gpus):
+        return _gpu_share(nodes, num_gpus, replicas)
+    num_machines = sum(node.num_cpus > 0 for node in nodes)
+    if not num_machines:
+        raise UsageError(f"cluster.replicas {replicas}: the {len(nodes)} machines of the cluster have no CPUs to compute with")
+    return _cpu_share([node.num_cpus for node in nodes], num_machines if replicas == "auto" else replicas)
+
+
+def _gpu_share(nodes: Sequence[Node], num_gpus: int, replicas: int | Literal["auto"]) -> Share:
+    wanted = num_gpus if replicas == "auto" else replicas
+    if wanted > num_gpus or not num_gpus:
+        raise UsageError(f"cluster.replicas {replicas}: each needs a GPU, and {len(nodes)} machines have {num_gpus}")
+    per_gpu = min(node.num_cpus / node.num_gpus for node in nodes if node.num_gpus)
+    return Share(wanted, "cuda", min(1.0, per_gpu), max(int(per_gpu), 1))
+
+
+def _cpu_share(cpus: Sequence[float], replicas: int) -> Share:
+    """The most whole CPUs for each with which all replicas find room; less than one for each where there are more of them."""
+    for share in range(int(max(cpus)), 0, -1):
+        if sum(int(count // share) for count in cpus) >= replicas:
+            return Share(replicas, "cpu", share, share)
+    total = sum(cpus)
+    return Share(replicas, "cpu", int(100 * total / replicas) / 100 if len(cpus) == 1 else 0.01, 1)
