@@ -303,6 +303,7 @@ def make_preparer(effective: Effective, model: TextModel, kind: str, block_size:
     limits = ModelLimits(
         vocab_size=info.vocab_size,
         max_context=min(info.max_context, info.rope_limit_tokens or info.max_context),
+        context_reason=_context_reason(info),
         block_size=block_size,
         num_blocks=num_blocks,
         most_row_blocks=window_span(windows.window, budget, block_size) if windows is not None and windows.are_all else None,
@@ -317,6 +318,12 @@ def make_preparer(effective: Effective, model: TextModel, kind: str, block_size:
         run_seed=effective.config.sampling.seed,
     )
     return Preparer(model.tokenizer, model.template, limits, defaults)
+
+
+def _context_reason(info: ModelInfo) -> str:
+    if info.rope_limit_tokens is None or info.rope_limit_tokens >= info.max_context:
+        return ""
+    return f" of {info.max_context:,}: beyond that its RoPE ({info.rope_type}) changes with the longest row beside it"
 
 
 def build_executor(job: Job) -> Executor:

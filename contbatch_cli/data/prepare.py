@@ -49,13 +49,15 @@ class ChatRenderer(Protocol):
 class ModelLimits:
     """What the model and its cache can hold. None: not known or no limit.
 
-    `max_context` is in tokens, prompt and output together; `vocab_size` is the number of rows of the embedding. No row ever
+    `max_context` is in tokens, prompt and output together, `context_reason` says why where it is less than the model's own;
+    `vocab_size` is the number of rows of the embedding. No row ever
     holds more than `most_row_blocks` blocks, where all layers give back what is out of their window. `refused` names
     parameters that this run cannot honour, each with the reason.
     """
 
     vocab_size: int
     max_context: int | None = None
+    context_reason: str = ""
     block_size: int = 16
     num_blocks: int | None = None
     most_row_blocks: int | None = None
@@ -236,11 +238,11 @@ class Preparer:
         if settings.is_max_explicit:
             total = num_prompt + sampling.max_tokens
             numbers = f"{num_prompt:,} prompt + {sampling.max_tokens:,} new tokens make {total:,}"
-            raise RowError("prompt_too_long", f"{numbers}, the model's context holds {context:,}")
+            raise RowError("prompt_too_long", f"{numbers}, the model's context holds {context:,}{self._limits.context_reason}")
         if room < 1 or (settings.is_min_explicit and room < sampling.min_tokens):
             wanted = max(1, sampling.min_tokens if settings.is_min_explicit else 1)
             numbers = f"{num_prompt:,} prompt + at least {wanted:,} new tokens"
-            raise RowError("prompt_too_long", f"{numbers}, the model's context holds {context:,}")
+            raise RowError("prompt_too_long", f"{numbers}, the model's context holds {context:,}{self._limits.context_reason}")
         return replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
 
     def _seeded(self, row: Row, sampling: SamplingParams) -> SamplingParams:

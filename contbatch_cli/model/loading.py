@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers import logging as transformers_logging
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from contbatch_cli.config import ModelConfig
 from contbatch_cli.errors import UsageError
@@ -23,7 +24,6 @@ from contbatch_cli.model.probe import check_class, check_model, layers_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FIXED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
-_BATCH_LENGTH_ROPE = frozenset({"dynamic", "longrope"})
 
 
 class Choice(str):
@@ -35,15 +35,6 @@ class Choice(str):
         choice = super().__new__(cls, value)
         choice.reason = reason
         return choice
-
-
-@dataclass(frozen=True, slots=True)
-class ContextLimit:
-    """The most tokens of one row, prompt and output together, and where the number is from. `tokens` None: no limit is
-    known."""
-
-    tokens: int | None
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +55,6 @@ class LoadedModel:
     windows: tuple[int | None, ...]
     vocab_size: int
     num_embeddings: int
-    context: ContextLimit
     eos_token_ids: tuple[int, ...]
     device_choice: Choice
     dtype_choice: Choice
@@ -85,6 +75,7 @@ def load_model(directory: Path, settings: ModelConfig, adapters: Mapping[str, Pa
     device = torch.device(device_choice)
     dtype_choice = resolve_dtype(settings.dtype, device, getattr(config, "dtype", None))
     attention_choice = Choice(*resolve_backend(settings.attention, device))
+    refuse_quantisation(config, device)
     checkpoints = {name: read_checkpoint(name, path) for name, path in (adapters or {}).items()}
     is_checked = check_class(config, settings.trust_remote_code)
     model = _read_weights(directory, config, device, _DTYPES[dtype_choice], settings.trust_remote_code)
@@ -101,7 +92,6 @@ def load_model(directory: Path, settings: ModelConfig, adapters: Mapping[str, Pa
         windows=tuple(call.variant.sliding_window for call in calls),
         vocab_size=model.get_output_embeddings().weight.shape[0],
         num_embeddings=model.get_input_embeddings().weight.shape[0],
-        context=context_limit(config),
         eos_token_ids=eos_token_ids(directory, config),
         device_choice=device_choice,
         dtype_choice=dtype_choice,
@@ -167,6 +157,23 @@ def _refuse_kinds(name: str, config: PretrainedConfig, values: dict[str, Any]) -
         raise _refused(name, "transformers has no text generator of its kind", "choose a causal language model")
 
 
+def refuse_quantisation(config: PretrainedConfig, device: torch.device) -> None:
+    """Raises UsageError, with transformers' own reason, for quantised weights that it cannot load on this device."""
+    stored = getattr(config, "quantization_config", None)
+    if stored is None:
+        return
+    values = stored if isinstance(stored, dict) else stored.to_dict()
+    name = (getattr(config, "architectures", None) or [config.model_type])[0]
+    method = values.get("quant_method") or "of no named method"
+    try:
+        quantizer = AutoHfQuantizer.from_config(values, pre_quantized=True)
+        quantizer.validate_environment(device_map=None if device.type == "cpu" else {"": device}, weights_only=True)
+    except (ImportError, ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0].strip().rstrip(".") if str(error) else type(error).__name__
+        advice = "install what it names, or choose the model without quantisation"
+        raise _refused(name, f"its weights are quantised ({method}): {reason}", advice) from error
+
+
 def _class_of(config: PretrainedConfig) -> Any:
     """transformers' own causal language model of the config's kind, None if it has none."""
     return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -228,33 +235,3 @@ def eos_token_ids(directory: Path, config: PretrainedConfig) -> tuple[int, ...]:
         sources.append(GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id)
     ids = [source if isinstance(source, (list, tuple)) else [source] for source in sources if source is not None]
     return tuple(sorted({int(token) for group in ids for token in group}))
-
-
-def context_limit(config: PretrainedConfig) -> ContextLimit:
-    """How long a row may be.
-
-    RoPE kinds whose frequencies depend on the longest row of the batch (dynamic NTK, long-rope) are held to the length up to
-    which their frequencies are the plain ones, so that a row's text never depends on the rows beside it.
-    """
-    longest = getattr(config, "max_position_embeddings", None)
-    ropes = _rope_parameters(config)
-    kinds = sorted({rope["rope_type"] for rope in ropes} & _BATCH_LENGTH_ROPE)
-    if kinds:
-        originals = [rope.get("original_max_position_embeddings") for rope in ropes] + [longest]
-        shortest = min(int(length) for length in originals if length)
-        return ContextLimit(shortest, f"{kinds[0]} RoPE changes its frequencies for all rows beyond its original length")
-    extended = [int(rope["original_max_position_embeddings"] * rope["factor"]) for rope in ropes if _is_yarn(rope)]
-    if longest is not None and extended and max(extended) > longest:
-        return ContextLimit(max(extended), "original length times the YaRN factor")
-    return ContextLimit(longest, "max_position_embeddings" if longest is not None else "the model names no limit")
-
-
-def _is_yarn(rope: dict[str, Any]) -> bool:
-    return rope["rope_type"] == "yarn" and bool(rope.get("original_max_position_embeddings")) and bool(rope.get("factor"))
-
-
-def _rope_parameters(config: PretrainedConfig) -> list[dict[str, Any]]:
-    """The RoPE parameter sets in use: one, or one for each layer type, or none."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    groups = [parameters] if "rope_type" in parameters else [part for part in parameters.values() if isinstance(part, dict)]
-    return [group for group in groups if "rope_type" in group]

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, LlamaConfig
 
+from contbatch_cli.build import Inputs, open_model, prepared_rows
 from contbatch_cli.config import ModelConfig
+from contbatch_cli.config_files import load_config
+from contbatch_cli.data.model_files import ModelInfo
+from contbatch_cli.data.readers import InputOptions
+from contbatch_cli.data.rows import RowFault
 from contbatch_cli.errors import UsageError
-from contbatch_cli.model.loading import context_limit, load_model, read_config, resolve_device, resolve_dtype
+from contbatch_cli.model.loading import load_model, read_config, resolve_device, resolve_dtype
+from contbatch_cli.model.probe import layers_of
+from contbatch_cli.sizing import DeviceMemory
+from tests.cli.scripted import write_model
 from tests.model.tiny import VOCAB_SIZE, one_thread, random_model
 
 __all__ = ["one_thread"]
 
+PACKAGES = {
+    "gptq": "gptqmodel",
+    "awq": "gptqmodel",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed_tensors",
+}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -50,9 +66,9 @@ def test_a_sharded_bfloat16_model(saved):
     assert all(torch.equal(weight, wanted[name]) for name, weight in loaded.model.state_dict().items())
     assert loaded.layers == ((4, 2, 8, 8),) * 3
     assert loaded.windows == (None,) * 3
-    assert (loaded.vocab_size, loaded.num_embeddings, loaded.context.tokens) == (VOCAB_SIZE, VOCAB_SIZE, 256)
+    assert (loaded.vocab_size, loaded.num_embeddings) == (VOCAB_SIZE, VOCAB_SIZE)
     assert loaded.eos_token_ids == (7, 9)
-    assert loaded.attention_choice in ("cpu", "native")
+    assert loaded.attention_choice in ("cpu", "cpu_native")
 
 
 def test_a_wished_dtype_is_taken(saved):
@@ -129,7 +145,7 @@ def rope(kind, **more):
     ("config", "tokens"),
     [
         (tiny_llama(), 256),
-        (tiny_llama(rope_parameters=rope("linear", factor=2.0)), 256),
+        (tiny_llama(rope_parameters=rope("linear", factor=2.0)), 512),
         (tiny_llama(rope_parameters=rope("dynamic", factor=2.0)), 256),
         (tiny_llama(rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=256)), 1024),
         (tiny_llama(rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=64)), 256),
@@ -149,6 +165,61 @@ def rope(kind, **more):
         (AutoConfig.for_model("gemma3_text", max_position_embeddings=512), 512),
     ],
 )
-def test_context_limits(config, tokens):
-    limit = context_limit(config)
-    assert limit.tokens == tokens and limit.reason
+def test_context_limits(tmp_path, config, tokens):
+    """The most tokens of a row, from the config as transformers writes it."""
+    config.save_pretrained(tmp_path)
+    info = ModelInfo.from_directory(tmp_path)
+    assert min(info.max_context, info.rope_limit_tokens or info.max_context) == tokens
+
+
+def test_the_embedding_decides_which_ids_there_are(tmp_path):
+    """A vocabulary beyond the tokenizer's may be given by its ids, up to the embedding's end."""
+    write_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    write_config(tmp_path, **{**config, "vocab_size": 300})
+    model = random_model(AutoConfig.from_pretrained(tmp_path))
+    model.save_pretrained(tmp_path)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt_token_ids": [1, token]}) + "\n" for token in (258, 299, 300, 5000)))
+    text_model = open_model(ModelConfig(name=str(tmp_path)))
+    prepared = prepared_rows(load_config(), Inputs((str(rows),), InputOptions()), text_model, DeviceMemory("cpu", 1 << 30))
+    found = [row.message if isinstance(row, RowFault) else row.requests[0].prompt_ids for row in prepared]
+    assert found[:2] == [[1, 258], [1, 299]]
+    assert found[2] == "row 2: token id 300 is beyond the model's embedding of 300"
+    assert found[3] == "row 3: token id 5,000 is beyond the model's embedding of 300"
+    loaded = load_model(tmp_path, ModelConfig(device="cpu"))
+    assert loaded.num_embeddings == text_model.info.vocab_size == 300
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors", "no-such-method"])
+def test_quantised_weights_that_cannot_be_loaded_are_refused_by_name(tmp_path, method):
+    if method != "no-such-method" and find_spec(PACKAGES[method]) is not None:
+        pytest.skip(f"{PACKAGES[method]} is installed")
+    stored = {"quant_method": method, "bits": 4, "group_size": 128, "load_in_4bit": True}
+    config = tiny_llama(architectures=["LlamaForCausalLM"])
+    write_config(tmp_path, **{**config.to_dict(), "quantization_config": stored})
+    with pytest.raises(UsageError, match=rf"LlamaForCausalLM cannot be run: its weights are quantised \({method}\): .{{20}}"):
+        load_model(tmp_path, ModelConfig(device="cpu"))
+
+
+def test_quantised_weights_that_transformers_turns_back_are_run(tmp_path):
+    """FP8 in blocks of 16, which on a CPU becomes the float weights that it stands for."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "tie_word_embeddings": False}
+    model = random_model(tiny_llama(architectures=["LlamaForCausalLM"], **sizes))
+    tensors, wanted = {}, {}
+    for name, weight in model.state_dict().items():
+        tensors[name] = wanted[name] = weight
+        if "proj" in name:
+            blocks = weight.reshape(weight.shape[0] // 16, 16, weight.shape[1] // 16, 16)
+            scale = blocks.abs().amax((1, 3)) / 448
+            tensors[name] = (blocks / scale[:, None, :, None]).reshape(weight.shape).to(torch.float8_e4m3fn)
+            tensors[name + "_scale_inv"] = scale
+            wanted[name] = (tensors[name].float().reshape(blocks.shape) * scale[:, None, :, None]).reshape(weight.shape)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    stored = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
+    write_config(tmp_path, **{**model.config.to_dict(), "quantization_config": stored})
+    loaded = load_model(tmp_path, ModelConfig(device="cpu"))
+    found = loaded.model.state_dict()
+    difference = max(float((found[name].float() - weight).abs().max()) for name, weight in wanted.items())
+    assert loaded.model.dtype == loaded.dtype == torch.float32 and difference < 1e-2
+    assert layers_of(loaded.model, CPU)[0].shape == (4, 2, 8, 8)
