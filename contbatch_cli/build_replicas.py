@@ -74,7 +74,9 @@ def _job_without_rows(config: Config, model: TextModel, sizes: Sizes) -> Job:
 
     rows = JobRows(RowReader(iter(()), is_live=False), no_row, lambda fault: None)
     memory = build.device_memory(config.model, model.info)
-    return Job(config, model, rows, JobQueue(rows, 1), Choice("input", "as sent"), sizes, memory, build.layer_windows(model.info))
+    return Job(
+        config, model, rows, JobQueue(rows, 1), Choice("input", "as sent"), sizes, memory, build.layer_windows(model.info)
+    )
 
 
 @contextmanager
