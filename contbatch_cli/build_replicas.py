@@ -74,7 +74,9 @@ def _job_without_rows(config: Config, model: TextModel, sizes: Sizes) -> Job:
 
     rows = JobRows(RowReader(iter(()), is_live=False), no_row, lambda fault: None)
     memory = build.device_memory(config.model, model.info)
-    return Job(config, model, rows, JobQueue(rows, 1), Choice("input", "as sent"), sizes, memory, build.layer_windows(model.info))
+    return Job(
+        config, model, rows, JobQueue(rows, 1), Choice("input", "as sent"), sizes, memory, build.layer_windows(model.info)
+    )
 
 
 @contextmanager
@@ -89,10 +91,13 @@ def open_replicas(config: Config, say: Say, waiting: Waiting) -> Iterator[Replic
 
 def _builder(config: Config, share: Share) -> ModelReplicaBuilder:
     """A path is made absolute: replicas may have another working directory."""
-    path = Path(config.model.name)
-    name = str(path.resolve()) if path.exists() else config.model.name
-    model = replace(config.model, name=name, device=share.kind)
+    adapters = {name: _absolute(source) for name, source in config.model.adapters.items()}
+    model = replace(config.model, name=_absolute(config.model.name), adapters=adapters, device=share.kind)
     return ModelReplicaBuilder(replace(config, model=model), share.num_threads)
+
+
+def _absolute(source: str) -> str:
+    return str(Path(source).resolve()) if Path(source).exists() else source
 
 
 class Replicas:

@@ -137,9 +137,7 @@ def check_golden_tokens(device: torch.device, count: int = 24, longest: int = 60
     built = Built.random(TINY, torch.float32, device)
     rows = drawn_rows(count, 1, longest, TINY.vocab_size)
     num_blocks = blocks_for(rows, 16)
-    answers = {
-        budget: run_job(built.runner(num_blocks, 16), rows, budget, 16, num_blocks, 16) for budget in (64, 4096)
-    }
+    answers = {budget: run_job(built.runner(num_blocks, 16), rows, budget, 16, num_blocks, 16) for budget in (64, 4096)}
     built.model.set_attn_implementation("eager")
     ties = 0
     for outputs in answers.values():

@@ -137,7 +137,7 @@ def test_empty_files_and_sections_say_nothing(config_file: Path, text: str) -> N
         ("model: {adapters: x}", ":1: model.adapters = x: must be a mapping of names to directories or hub ids"),
         ("model: {adapters: {a: x, b: ''}}", ':1: model.adapters = {a: x, b: ""}: must not be empty'),
         ("model: {adapters: {a: x, a: y}}", ":1: model.adapters: a stands in it twice"),
-        ("model: {adapters: {'': y}}", ":1: model.adapters = {\"\": y}: has an entry without a name"),
+        ("model: {adapters: {'': y}}", ':1: model.adapters = {"": y}: has an entry without a name'),
         ("sampling: {seed: [1]}", ":1: sampling.seed = [1]: must be a whole number of at least 0"),
         ("sampling: 5", ":1: sampling must be a mapping of keys to values"),
         ("- a", ":1: the config must be a mapping of keys to values"),

@@ -23,7 +23,9 @@ from contbatch_cli.sizing import (
 MANY = Choice("100000", "lots")
 
 
-def sizes(scheduler: SchedulerConfig, rows: list[int], *, whole: bool = True, shares: bool = False, limit: Choice = MANY) -> Sizes:
+def sizes(
+    scheduler: SchedulerConfig, rows: list[int], *, whole: bool = True, shares: bool = False, limit: Choice = MANY
+) -> Sizes:
     return resolve_sizes(scheduler, 16, limit, "cpu", JobDemand(rows, whole, shares, 8192), is_limit_set=False)
 
 

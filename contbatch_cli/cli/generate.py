@@ -31,7 +31,9 @@ OnError = Literal["record", "fail"]
 
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Files of prompts, or - for standard input.")] = None,
-    output: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="Where records go; - is standard output.")] = "-",
+    output: Annotated[
+        str, typer.Option("-o", "--output", metavar="FILE", help="Where records go; - is standard output.")
+    ] = "-",
     config: ConfigFile = None,
     assignments: Assignments = None,
     model: ModelName = None,
@@ -63,7 +65,9 @@ def generate(
     verify: Annotated[
         int, typer.Option("--verify", metavar="N", min=0, help="Afterwards, run N finished rows again alone and compare.")
     ] = 0,
-    trace: Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Write the schedule, one line an iteration.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE", help="Write the schedule, one line an iteration.")
+    ] = None,
     live: Annotated[bool | None, typer.Option("--live/--no-live", help="The live table; default on a terminal.")] = None,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Nothing but errors on standard error.")] = False,
 ) -> None:

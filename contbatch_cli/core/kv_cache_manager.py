@@ -92,9 +92,7 @@ class KVCacheManager:
     One step is: any of `open`, `grow`, `seal`, `release`, then `commit` when the step was executed or `rollback` when not.
     """
 
-    def __init__(
-        self, num_blocks: int, block_size: int, prefix_caching: bool = True, hasher: ChainHash = chain_hash
-    ) -> None:
+    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True, hasher: ChainHash = chain_hash) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a cache needs blocks: num_blocks {num_blocks}, block_size {block_size}")
         self.num_blocks = num_blocks
@@ -281,7 +279,9 @@ class KVCacheManager:
             for block in table.block_ids:
                 holders[block] += 1
         assert holders == self._num_tables, "reference counts differ from the tables"
-        assert self._num_promised == sum(table.num_promised for table in self.tables.values()), "promises differ from the tables"
+        assert self._num_promised == sum(table.num_promised for table in self.tables.values()), (
+            "promises differ from the tables"
+        )
         free = self._blank + list(self._cached)
         assert len(free) == len(set(free)), "a block is free twice"
         assert sorted(free) == [block for block, count in enumerate(holders) if not count], "free differs from unreferenced"

@@ -43,7 +43,9 @@ class StallFreeScheduler:
     that every running request gets a token in every step. `stop_rule` is asked after each new token.
     """
 
-    def __init__(self, kv: KVCacheManager | GroupedKVCacheManager, token_budget: int, max_batch_size: int, stop_rule: StopRule) -> None:
+    def __init__(
+        self, kv: KVCacheManager | GroupedKVCacheManager, token_budget: int, max_batch_size: int, stop_rule: StopRule
+    ) -> None:
         if token_budget < 1 or max_batch_size < 1:
             raise ValueError(f"a step needs room: token_budget {token_budget}, max_batch_size {max_batch_size}")
         self.kv = kv

@@ -128,7 +128,9 @@ def make_deterministic(
             sizes = ", ".join(map(str, tiled.sizes))
             return tiled, f"tiles of {sizes} rows, {threads} threads{'' if threads == wanted else f' instead of {wanted}'}"
     torch.set_num_threads(wanted)
-    raise UsageError(f"engine.deterministic: {differing} of {BASE_ROWS} equal rows of a tile got different logits on this machine")
+    raise UsageError(
+        f"engine.deterministic: {differing} of {BASE_ROWS} equal rows of a tile got different logits on this machine"
+    )
 
 
 def thread_candidates(wanted: int) -> list[int]:
@@ -168,7 +170,9 @@ def agreeing_sizes(
     expected = _probe(model, layers, dtype, [PROBE_TOKEN] * BASE_ROWS)[0]
     sizes = [BASE_ROWS]
     for rows in OTHER_ROWS:
-        if rows <= max(token_budget, BASE_ROWS) and bool((_probe(model, layers, dtype, [PROBE_TOKEN] * rows) == expected).all()):
+        if rows <= max(token_budget, BASE_ROWS) and bool(
+            (_probe(model, layers, dtype, [PROBE_TOKEN] * rows) == expected).all()
+        ):
             sizes.append(rows)
     return tuple(sorted(sizes))
 

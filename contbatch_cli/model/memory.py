@@ -24,6 +24,7 @@ from contbatch_cli.model.splitting import Executes
 RESERVE = {"cpu": 0.1, "cuda": 0.03}
 """The part of the free memory that is nobody's: fragments, libraries' workspaces, and on a CPU the rest of the machine."""
 
+
 class CacheMemory(NamedTuple):
     """Bytes that the KV cache may take, and the sum in words."""
 

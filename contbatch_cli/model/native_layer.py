@@ -176,7 +176,9 @@ class _Trial:
     def __init__(self, model: nn.Module, layer: nn.Module, index: int) -> None:
         attention: Any = layer.self_attn
         self.index = index
-        self.hidden = torch.randn(1, self.num_tokens, attention.q_proj.in_features, generator=torch.Generator().manual_seed(index))
+        self.hidden = torch.randn(
+            1, self.num_tokens, attention.q_proj.in_features, generator=torch.Generator().manual_seed(index)
+        )
         self.position_ids = torch.arange(self.num_tokens).unsqueeze(0)
         rotary: Any = model.model.rotary_emb  # type: ignore[union-attr]
         self.position_embeddings = rotary(self.hidden, self.position_ids)

@@ -35,7 +35,9 @@ class NativeLinear(nn.Module):
         (self._packed,) = library.pack(weight)
         self._bias = None if bias is None else whole_panels(library, bias)
         address = None if self._bias is None else self._bias.data_ptr()
-        self._linear = cpu_kernels.Linear(self._packed.data_ptr(), address, self.in_features, self.out_features, cpu_kernels.STORE)
+        self._linear = cpu_kernels.Linear(
+            self._packed.data_ptr(), address, self.in_features, self.out_features, cpu_kernels.STORE
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -116,7 +118,9 @@ def _onednn_works(dtype: torch.dtype) -> bool:
     try:
         with torch.inference_mode():
             output = OneDnnLinear(weight, None)(x)
-            agrees = torch.allclose(output, nn.functional.linear(x, weight), rtol=2e-2, atol=2e-2 if dtype.itemsize < 4 else 1e-4)
+            agrees = torch.allclose(
+                output, nn.functional.linear(x, weight), rtol=2e-2, atol=2e-2 if dtype.itemsize < 4 else 1e-4
+            )
     except (RuntimeError, AttributeError, TypeError, NotImplementedError) as error:
         logger.info("packed oneDNN weights: %s; going on with plain linear layers", str(error).splitlines()[0])
         return False
@@ -165,5 +169,7 @@ def concatenated(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tens
     weight = torch.cat([linear.weight.detach() for linear in linears])
     if all(linear.bias is None for linear in linears):
         return weight, None
-    biases = [linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach() for linear in linears]
+    biases = [
+        linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach() for linear in linears
+    ]
     return weight, torch.cat(biases)

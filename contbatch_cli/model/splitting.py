@@ -26,7 +26,10 @@ class SplittingRunner:
     """
 
     def __init__(
-        self, runner: Executes, is_out_of_memory: Callable[[BaseException], bool], free_memory: Callable[[], object] = lambda: None
+        self,
+        runner: Executes,
+        is_out_of_memory: Callable[[BaseException], bool],
+        free_memory: Callable[[], object] = lambda: None,
     ) -> None:
         self.runner = runner
         self.num_splits = 0
@@ -40,7 +43,9 @@ class SplittingRunner:
             return message
         if batch.num_tokens == 1:
             end = batch.sequences[0].end
-            raise EngineError(f"out of memory in a step of 1 token that ends a context of {end:,}: {message}; lower cache.memory")
+            raise EngineError(
+                f"out of memory in a step of 1 token that ends a context of {end:,}: {message}; lower cache.memory"
+            )
         # Outside of the handler, whose traceback would keep the failed attempt's tensors alive.
         self._free_memory()
         self.num_splits += 1
@@ -99,5 +104,6 @@ def joined(batch: ScheduledBatch, first: ScheduledBatch, head: BatchResult, tail
 
 def _merged(before: SequenceResult, after: SequenceResult) -> SequenceResult:
     return after._replace(
-        prompt_logprobs=(*before.prompt_logprobs, *after.prompt_logprobs), error=before.error if after.error is None else after.error
+        prompt_logprobs=(*before.prompt_logprobs, *after.prompt_logprobs),
+        error=before.error if after.error is None else after.error,
     )

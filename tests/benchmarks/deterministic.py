@@ -1,7 +1,7 @@
 """What `engine.deterministic` costs on a CPU: the same job with and without it, in one process, greedy, exact output lengths.
 
-    python tests/benchmarks/deterministic.py JOB.jsonl [--limit N]      rows with "prompt_token_ids" or "prompt", and "max_tokens"
-    python tests/benchmarks/deterministic.py --drawn 64                 rows drawn like a mixed job: 130 prompt and 93 output tokens
+python tests/benchmarks/deterministic.py JOB.jsonl [--limit N]      rows with "prompt_token_ids" or "prompt", and "max_tokens"
+python tests/benchmarks/deterministic.py --drawn 64                 rows drawn like a mixed job: 130 prompt and 93 output tokens
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ class Outcome(NamedTuple):
 
 def drawn_rows(count: int, vocab_size: int) -> list[Row]:
     rng = random.Random(0)
-    return [
-        Row([rng.randrange(vocab_size) for _ in range(rng.randint(16, 244))], rng.randint(24, 162)) for _ in range(count)
-    ]
+    return [Row([rng.randrange(vocab_size) for _ in range(rng.randint(16, 244))], rng.randint(24, 162)) for _ in range(count)]
 
 
 def read_rows(path: Path, tokenizer: Tokenizer) -> list[Row]:

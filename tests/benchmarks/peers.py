@@ -151,7 +151,9 @@ def vllm(arguments: argparse.Namespace) -> Engine:
 
     def run(rows: Sequence[Row]) -> Outputs:
         model.reset_prefix_cache()
-        settings = [SamplingParams(temperature=0.0, max_tokens=r["max_tokens"], ignore_eos=True, detokenize=False) for r in rows]
+        settings = [
+            SamplingParams(temperature=0.0, max_tokens=r["max_tokens"], ignore_eos=True, detokenize=False) for r in rows
+        ]
         results = model.generate([{"prompt_token_ids": row["prompt_token_ids"]} for row in rows], settings, use_tqdm=False)
         return {row["id"]: list(result.outputs[0].token_ids) for row, result in zip(rows, results, strict=True)}
 

@@ -152,7 +152,9 @@ def report(name: str, rows: list[dict[str, Any]], measured: dict[str, Measured],
         median_s = statistics.median(found.wall_s)
         walls = ", ".join(f"{wall:.1f}" for wall in found.wall_s)
         judged = checks.get(engine)
-        verdict = "-" if judged is None else f"{judged.near}/{judged.total} ({judged.exact} exactly, worst gap {judged.worst:.1g})"
+        verdict = (
+            "-" if judged is None else f"{judged.near}/{judged.total} ({judged.exact} exactly, worst gap {judged.worst:.1g})"
+        )
         print(
             f"| {engine} | {median_s:.2f} ({walls}) | {output_tokens / median_s:.1f} | {median_s / ours:.2f} x "
             f"| {statistics.median(found.cpu_s):.1f} | {found.peak_rss_mb:,} | {verdict} |"
@@ -183,7 +185,9 @@ def main() -> None:
             measured = measure(engines, arguments.runs)
             for engine in engines:
                 engine.close()
-            checked = {} if arguments.no_check else {key: check(arguments.model, rows, m.outputs) for key, m in measured.items()}
+            checked = (
+                {} if arguments.no_check else {key: check(arguments.model, rows, m.outputs) for key, m in measured.items()}
+            )
             report(name, rows, measured, checked)
 
 

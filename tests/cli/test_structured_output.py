@@ -27,7 +27,9 @@ def test_every_stop_record_is_valid_and_nearly_all_rows_stop(tmp_path: Path) -> 
     schemas = [schema for schema in BOUNDED for _ in TOPICS]
     rows = [
         {
-            "messages": [{"role": "user", "content": f"Write JSON about {topic} that follows this schema: {json.dumps(schema)}"}],
+            "messages": [
+                {"role": "user", "content": f"Write JSON about {topic} that follows this schema: {json.dumps(schema)}"}
+            ],
             "max_tokens": 160,
             "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
         }

@@ -1,6 +1,6 @@
 """The README's table of model families, made from the families that the tests run.
 
-    python -m tests.model.readme_models      writes it into the README
+python -m tests.model.readme_models      writes it into the README
 """
 
 from __future__ import annotations

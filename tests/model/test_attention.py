@@ -157,5 +157,7 @@ def test_bytes_per_block_counts_each_layer():
 def test_backend_names():
     assert backend_named("cpu") is cpu
     assert resolve_backend("reference", CPU) == ("reference", "as configured")
-    with pytest.raises(UsageError, match="model.attention: 'fast' is not one of auto, cpu, cpu_native, cuda, deterministic, reference"):
+    with pytest.raises(
+        UsageError, match="model.attention: 'fast' is not one of auto, cpu, cpu_native, cuda, deterministic, reference"
+    ):
         resolve_backend("fast", CPU)

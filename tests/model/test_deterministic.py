@@ -240,7 +240,10 @@ def test_the_default_model_is_bitwise_the_same_under_ten_settings():
     settings = [
         Setting(33, 40, 16, 1.0, True),
         Setting(512, 64, 16, 1.0, False),
-        *(Setting.drawn(random.Random(i))._replace(budget=budget) for i, budget in enumerate((17, 32, 48, 64, 100, 128, 256, 300))),
+        *(
+            Setting.drawn(random.Random(i))._replace(budget=budget)
+            for i, budget in enumerate((17, 32, 48, 64, 100, 128, 256, 300))
+        ),
     ]
     prompts = drawn_prompts(7, 64, loaded.vocab_size, longest=12)
     assert compare_settings(tiled, loaded.layers, prompts, 4, settings) > 0

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from transformers import LlamaConfig
 
 from contbatch_cli.core.job_order import ORDERS, JobQueue
 from contbatch_cli.core.kv_cache_manager import KVCacheManager
@@ -20,7 +19,7 @@ from contbatch_cli.model.attention import backend_named
 from contbatch_cli.model.kv_cache import KVCache
 from contbatch_cli.model.runner import ModelRunner
 from contbatch_cli.model.sampler import Sampler
-from tests.model.tiny import CPU, VOCAB_SIZE, draw_rows, one_thread, random_model, shapes_of
+from tests.model.tiny import CPU, VOCAB_SIZE, draw_rows, llama_config, one_thread, random_model, shapes_of
 
 __all__ = ["one_thread"]
 
@@ -39,15 +38,7 @@ class ListSource:
 
 
 def test_policies_and_orders_do_not_show() -> None:
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = random_model(config)
+    model = random_model(llama_config())
     shapes = shapes_of(model)
     rng = random.Random(4)
     rows: list[tuple[list[int], SamplingParams]] = []

@@ -10,27 +10,26 @@ import random
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig
 
 from contbatch_cli.core.request import SamplingParams
 from contbatch_cli.model.attention import ATTENTION_NAME
-from tests.model.tiny import VOCAB_SIZE, Setting, draw_rows, draw_setting, one_thread, random_model, run_rows, shapes_of
+from tests.model.tiny import (
+    VOCAB_SIZE,
+    Setting,
+    draw_rows,
+    draw_setting,
+    gpt2_config,
+    llama_config,
+    one_thread,
+    random_model,
+    run_rows,
+    shapes_of,
+)
 from tests.oracle import Comparison, OracleRow, greedy_alone
 
 __all__ = ["one_thread"]
 
-CONFIGS = {
-    "llama": lambda: LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-    ),
-    "gpt2": lambda: GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, n_positions=4096),
-}
+CONFIGS = {"llama": llama_config, "gpt2": gpt2_config}
 NUM_SETTINGS = 40
 NUM_ROWS = 15
 

@@ -13,14 +13,23 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig
 
 from contbatch_cli.core.noise import gumbel
 from contbatch_cli.core.request import Request, SamplingParams
 from contbatch_cli.model.attention import ATTENTION_NAME
 from contbatch_cli.model.kv_cache import LayerShape
 from tests.model import default_model
-from tests.model.tiny import VOCAB_SIZE, Setting, draw_rows, draw_setting, random_model, run_rows, shapes_of
+from tests.model.tiny import (
+    VOCAB_SIZE,
+    Setting,
+    draw_rows,
+    draw_setting,
+    gpt2_config,
+    llama_config,
+    random_model,
+    run_rows,
+    shapes_of,
+)
 from tests.oracle import GAP, ROWS_PER_NEAR_TIE
 
 Row = tuple[list[int], SamplingParams]
@@ -105,18 +114,7 @@ def logits_of(model: Any, token_ids: list[int]) -> torch.Tensor:
         model.set_attn_implementation(ATTENTION_NAME)
 
 
-TINY = {
-    "llama": lambda: LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-    ),
-    "gpt2": lambda: GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, n_positions=4096),
-}
+TINY = {"llama": llama_config, "gpt2": gpt2_config}
 
 
 @pytest.fixture(autouse=True)

@@ -36,7 +36,9 @@ def test_the_peak_of_a_step_is_seen_after_it_is_gone():
     assert measure_peak(lambda: None, CPU) < 2**20
 
 
-@pytest.mark.parametrize(("budget", "seats", "block_size"), [(64, 8, 16), (7, 3, 1), (5, 5, 4), (4, 9, 16), (1, 1, 1), (300, 1, 16)])
+@pytest.mark.parametrize(
+    ("budget", "seats", "block_size"), [(64, 8, 16), (7, 3, 1), (5, 5, 4), (4, 9, 16), (1, 1, 1), (300, 1, 16)]
+)
 def test_a_full_step_is_full(budget, seats, block_size):
     batch = full_step(budget, seats, block_size)
     assert sum(len(sequence.tokens) for sequence in batch.sequences) == batch.num_tokens == budget

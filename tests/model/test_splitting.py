@@ -65,7 +65,9 @@ def run_job(runner, block_size, seed):
     requests = []
     for row in range(15):
         prompt = (shared if row % 2 else []) + [rng.randrange(1000) for _ in range(rng.randint(1, 50))]
-        requests.append(Request.from_prompt(RequestId(row), prompt, SamplingParams(max_tokens=rng.randint(1, 9), ignore_eos=True)))
+        requests.append(
+            Request.from_prompt(RequestId(row), prompt, SamplingParams(max_tokens=rng.randint(1, 9), ignore_eos=True))
+        )
         scheduler.add_request(requests[-1])
     while scheduler.has_work():
         batch = scheduler.schedule_next_batch()

@@ -114,9 +114,7 @@ def test_split_keys(num_splits, window):
     variant = AttentionVariant(0.25, window, None, sinks)
     expected = reference.attend(query, key, value, cache.layers[0], reference.prepare(flat, DEVICE), variant)
     batch = cuda.prepare(flat, DEVICE).paged(3)
-    output = paged_attention(
-        query, *cache.layers[0], batch, scale=0.25, window=window, sinks=sinks, num_splits=num_splits
-    )
+    output = paged_attention(query, *cache.layers[0], batch, scale=0.25, window=window, sinks=sinks, num_splits=num_splits)
     torch.testing.assert_close(output, expected, atol=2e-5, rtol=2e-5)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
 from transformers import logging as transformers_logging
 
 from contbatch_cli.core.batch import BatchResult, ScheduledBatch
@@ -38,6 +38,24 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+def llama_config() -> LlamaConfig:
+    """Two layers of Llama: rotary positions, two query heads a kv head."""
+    return LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+    )
+
+
+def gpt2_config() -> GPT2Config:
+    """Two layers of GPT-2: learned positions, which show a shift that rotary ones hide."""
+    return GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, n_positions=4096)
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,9 @@ def _is_served(tensor: torch.Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.stride(-1) == 1
 
 
-def shape_fields(heads: int, kv_heads: int, key_size: int, value_size: int, variant: AttentionVariant) -> tuple[float | None, ...]:
+def shape_fields(
+    heads: int, kv_heads: int, key_size: int, value_size: int, variant: AttentionVariant
+) -> tuple[float | None, ...]:
     """The fields of `cpu_kernels.AttentionShape`. Sinks are pointed to, so the variant's owner keeps them."""
     sinks = variant.sinks
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())

@@ -95,7 +95,9 @@ def attend(
     variant: AttentionVariant,
 ) -> torch.Tensor:
     write_kv(key, value, layer.keys, layer.values, plan.slots)
-    if _is_plain(query, layer, variant) and _varlen_is_faster(_shape(query, layer), query.dtype, query.device, plan.flat.block_size):
+    if _is_plain(query, layer, variant) and _varlen_is_faster(
+        _shape(query, layer), query.dtype, query.device, plan.flat.block_size
+    ):
         return _varlen(query, layer, plan, variant)
     return _triton(query, layer, plan, variant)
 
