@@ -91,10 +91,13 @@ def open_replicas(config: Config, say: Say, waiting: Waiting) -> Iterator[Replic
 
 def _builder(config: Config, share: Share) -> ModelReplicaBuilder:
     """A path is made absolute: replicas may have another working directory."""
-    path = Path(config.model.name)
-    name = str(path.resolve()) if path.exists() else config.model.name
-    model = replace(config.model, name=name, device=share.kind)
+    adapters = {name: _absolute(source) for name, source in config.model.adapters.items()}
+    model = replace(config.model, name=_absolute(config.model.name), adapters=adapters, device=share.kind)
     return ModelReplicaBuilder(replace(config, model=model), share.num_threads)
+
+
+def _absolute(source: str) -> str:
+    return str(Path(source).resolve()) if Path(source).exists() else source
 
 
 class Replicas:
