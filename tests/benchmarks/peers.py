@@ -193,6 +193,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="contbatch's own settings")
     arguments = parser.parse_args()
     arguments.prefix_caching = bool(arguments.prefix_caching)
+    sys.path = [path for path in sys.path if Path(path).resolve() != Path(__file__).parent]  # its files would hide packages
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     rows = read_rows(arguments.workload)
