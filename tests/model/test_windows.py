@@ -88,7 +88,7 @@ def test_tiles_of_a_deterministic_model(name):
     model = random_model(config_of(name))
     rows, shapes, windows = long_rows(name), shapes_of(model), windows_of(model)
     tiled = TiledModel(model, (4,))
-    tiled.get_output_embeddings = model.get_output_embeddings
+    tiled.get_input_embeddings = model.get_input_embeddings
     scored = [(prompt, SamplingParams(max_tokens=params.max_tokens, logprobs=0)) for prompt, params in rows]
     found = []
     for kept in (None, windows):
