@@ -133,20 +133,30 @@ ALWAYS_INLINE void transpose(const float *const *rows, int offset, float *out) {
 #endif
 }
 
-/* Keys [count, D] at their places, to panels [ceil(count / PANEL)][D][PANEL]. What fills up the last panel is any number.
- * Meanwhile the keys at `next` [TILE_KEYS] come into the second-level cache. */
-static void pack_keys(const float *const *keys, const float *const *next, int count, int size, float *panels) {
-    for (int first = 0; first < count; first += LANES) {
+/* Bring LANES keys and values, from column `i` on a line of each, into the second-level cache. */
+ALWAYS_INLINE void prefetch_lanes(const float *const *keys, const float *const *values, int i, int key_size, int value_size) {
+    for (int j = 0; j < LANES; j++) {
+        if (i < key_size) __builtin_prefetch(keys[j] + i, 0, 2);
+        if (i < value_size) __builtin_prefetch(values[j] + i, 0, 2);
+    }
+}
+
+/* Keys [count, D] at their places, to panels [ceil(count / PANEL)][D][PANEL]. What fills up the last panel is any number. */
+static void pack_keys(const AttentionShape *shape, const float *const *keys, const float *const *values, int count, float *panels) {
+    int size = shape->key_size, longest = size > shape->value_size ? size : shape->value_size;
+    for (int first = 0; first < TILE_KEYS; first += LANES) {
         const float *rows[LANES];
         for (int j = 0; j < LANES; j++) rows[j] = keys[first + j < count ? first + j : first];
         float *out = panels + (size_t)(first / PANEL) * PANEL * size + first % PANEL;
-        int i = 0;
+        int i = 0, ahead = TILE_KEYS + first;
         for (; i + LANES <= size; i += LANES) {
-            for (int j = 0; j < LANES; j++) __builtin_prefetch(next[first + j] + i, 0, 2);
-            transpose(rows, i, out + (size_t)i * PANEL);
+            prefetch_lanes(keys + ahead, values + ahead, i, size, shape->value_size);
+            if (first < count) transpose(rows, i, out + (size_t)i * PANEL);
         }
-        for (; i < size; i++)
-            for (int j = 0; j < LANES; j++) out[(size_t)i * PANEL + j] = rows[j][i];
+        for (int k = i; k < longest; k += 16) prefetch_lanes(keys + ahead, values + ahead, k, size, shape->value_size);
+        if (first < count)
+            for (; i < size; i++)
+                for (int j = 0; j < LANES; j++) out[(size_t)i * PANEL + j] = rows[j][i];
     }
 }
 
@@ -167,31 +177,29 @@ static void score(const AttentionShape *shape, const float *queries, int rows, c
         }
 }
 
-/* sums [rows, PANEL] (stride `width`) += weights [rows, count] times values [count, PANEL] (stride ldv); `next` as prefetched. */
-static void add_columns(const float *weights, int rows, const float *values, ptrdiff_t ldv, int count, const float *next, float *sums,
-                        int width) {
+/* sums [rows, PANEL] (stride `width`) += weights [rows, count] times values [count, PANEL] (stride ldv). */
+static void add_columns(const float *weights, int rows, const float *values, ptrdiff_t ldv, int count, float *sums, int width) {
     for (int low = 0; low < rows; low += TILE_ROWS) {
         int high = rows < low + TILE_ROWS ? rows : low + TILE_ROWS;
-        kernels[high - low](weights + low * TILE_KEYS, TILE_KEYS, values, ldv, count, (const char *)next, low ? 0 : ldv * 4,
+        kernels[high - low](weights + low * TILE_KEYS, TILE_KEYS, values, ldv, count, (const char *)values, 0,
                             sums + (size_t)low * width, width, 1);
     }
 }
 
 /* sums [rows, E] += weights [rows, TILE_KEYS] times the tile's values, which are at `values` and lie `stride` apart where their
- * slots follow each other. Whole panels are read in place, a last part of one by a copy. Those at `values + TILE_KEYS` come next. */
+ * slots follow each other. Whole panels are read in place, a last part of one by a copy. */
 static void add_values(const AttentionShape *shape, const float *weights, int rows, const float *const *values, ptrdiff_t stride,
                        int count, float *copy, float *sums) {
     int size = shape->value_size, width = (int)whole(size, PANEL), end;
     for (int start = 0; start < count; start = end) {
         for (end = start + 1; end < count && values[end] == values[end - 1] + stride; end++) {}
         for (int first = 0; first + PANEL <= size; first += PANEL)
-            add_columns(weights + start, rows, values[start] + first, stride, end - start, values[TILE_KEYS + start] + first,
-                        sums + first, width);
+            add_columns(weights + start, rows, values[start] + first, stride, end - start, sums + first, width);
     }
     int first = size / PANEL * PANEL;
     if (first == size) return;
     pack_values(values, count, first, size, copy);
-    add_columns(weights, rows, copy, PANEL, count, copy, sums + first, width);
+    add_columns(weights, rows, copy, PANEL, count, sums + first, width);
 }
 
 /* One row's step of the online softmax: its scores become weights; the keys that it sees are `low` to `high` of the tile. */
@@ -265,7 +273,7 @@ static void attend_tile(const Attention *job, Unit unit, int kv, int first_row, 
         values[j] = job->values + (slots[j] * shape->kv_heads + kv) * shape->value_size;
     }
     float *scores = rows->scores;
-    pack_keys(keys, keys + TILE_KEYS, count, shape->key_size, rows->keys);
+    pack_keys(shape, keys, values, count, rows->keys);
     score(shape, rows->queries + (size_t)first_row * shape->key_size, num_rows, rows->keys, count, scores);
     int run_start = job->step->context_lens[unit.sequence] -
                     (job->step->query_starts[unit.sequence + 1] - job->step->query_starts[unit.sequence]);
@@ -290,21 +298,36 @@ static void list_slots(const Step *step, const int32_t *table, int start, int en
     }
 }
 
-/* One unit, kv heads `kv_low` to `kv_high` side by side, so that each block is read in one sweep. */
-static void attend_unit(const Attention *job, Unit unit, int kv_low, int kv_high, Rows *rows) {
+/* Position after the unit's last token. */
+static int unit_end(const Step *step, Unit unit) {
+    int length = step->query_starts[unit.sequence + 1] - step->query_starts[unit.sequence];
+    return step->context_lens[unit.sequence] - length + unit.first + unit.count;
+}
+
+/* The first position of the unit's first tile. */
+static int unit_start(const Attention *job, Unit unit) {
+    int seen = unit_end(job->step, unit) - unit.count + 1, window = job->shape->window;
+    return window && seen > window ? (seen - window) / TILE_KEYS * TILE_KEYS : 0;
+}
+
+static void list_unit_slots(const Step *step, Unit unit, int start, int64_t *slots) {
+    list_slots(step, step->tables + step->table_starts[unit.sequence], start, unit_end(step, unit), slots);
+}
+
+/* One unit, kv heads `kv_low` to `kv_high` side by side, so that each block is read in one sweep. During the last tile the first of
+ * the unit that `follows` is prefetched. */
+static void attend_unit(const Attention *job, Unit unit, Unit follows, int kv_low, int kv_high, Rows *rows) {
     const Step *step = job->step;
     const AttentionShape *shape = job->shape;
-    int length = step->query_starts[unit.sequence + 1] - step->query_starts[unit.sequence];
-    int position = step->context_lens[unit.sequence] - length + unit.first, end = position + unit.count;
-    int first = shape->window && position + 1 > shape->window ? position + 1 - shape->window : 0;
-    const int32_t *table = step->tables + step->table_starts[unit.sequence];
+    int end = unit_end(step, unit);
     int group_rows = unit.count * (shape->heads / shape->kv_heads);
     begin_rows(job, unit, kv_low, kv_high, rows);
     int64_t slots[2 * TILE_KEYS];
-    int start = first / TILE_KEYS * TILE_KEYS;
-    list_slots(step, table, start, end, slots);
+    int start = unit_start(job, unit);
+    list_unit_slots(step, unit, start, slots);
     for (; start < end; start += TILE_KEYS) {
-        list_slots(step, table, start + TILE_KEYS, end, slots + TILE_KEYS);
+        int is_last = start + TILE_KEYS >= end;
+        list_unit_slots(step, is_last ? follows : unit, is_last ? unit_start(job, follows) : start + TILE_KEYS, slots + TILE_KEYS);
         int count = end - start < TILE_KEYS ? end - start : TILE_KEYS;
         for (int kv = kv_low; kv < kv_high; kv++) attend_tile(job, unit, kv, (kv - kv_low) * group_rows, start, count, slots, rows);
         memcpy(slots, slots + TILE_KEYS, sizeof slots / 2);
@@ -317,13 +340,13 @@ static void attention_phase(Worker *worker, const Attention *job) {
     lay_out_rows(job->shape, job->scratch + worker->index * job->scratch_per_thread, &rows);
     int victim = 0, item, kv_heads = job->shape->kv_heads;
     while ((item = next_item(worker, job->num_units * job->heads_split, &victim)) >= 0) {
-        Unit unit = job->units[item / job->heads_split];
+        Unit unit = job->units[item / job->heads_split], follows = job->units[(item + 1) / job->heads_split % job->num_units];
         int part = item % job->heads_split;
         int low = share_start(kv_heads, part, job->heads_split), high = share_start(kv_heads, part + 1, job->heads_split);
         if (unit.count == 1) {
-            attend_unit(job, unit, low, high, &rows);
+            attend_unit(job, unit, follows, low, high, &rows);
         } else {
-            for (int kv = low; kv < high; kv++) attend_unit(job, unit, kv, kv + 1, &rows);
+            for (int kv = low; kv < high; kv++) attend_unit(job, unit, kv + 1 < high ? unit : follows, kv, kv + 1, &rows);
         }
     }
 }
