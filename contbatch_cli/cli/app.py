@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,9 @@ from typer.main import get_command
 
 from contbatch_cli import __version__
 from contbatch_cli.errors import ContbatchError, ExitStatus
+
+OUTPUT_ERRORS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
+"""What a write may fail with that has nothing to do with the program; every file but standard output has its own message."""
 
 
 class CommandEntry(NamedTuple):
@@ -88,12 +92,20 @@ def exit_statuses() -> Iterator[None]:
     """Ends the program with the contract's status: one line for an error of ours, silence for a reader that went away."""
     try:
         yield
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, while its failure still has a message and a status
     except ContbatchError as error:
         print_error(str(error))
         raise typer.Exit(int(error.exit_status)) from None
     except BrokenPipeError:
         discard_standard_output()
         raise typer.Exit(int(ExitStatus.SIGPIPE)) from None
+    except OSError as error:
+        if error.errno not in OUTPUT_ERRORS or error.filename is not None:
+            raise
+        discard_standard_output()
+        print_error(f"standard output: {error.strerror}")
+        raise typer.Exit(int(ExitStatus.FAILED)) from None
     except KeyboardInterrupt:
         print_error("interrupted")
         raise typer.Exit(int(ExitStatus.INTERRUPTED)) from None

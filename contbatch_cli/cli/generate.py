@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from contbatch_cli.cli.file_roles import at_file, input_files, named_files, output_files, refuse_shared
 from contbatch_cli.cli.options import (
     Assignments,
     ConfigFile,
@@ -45,7 +46,9 @@ def generate(
         str | None, typer.Option("--template", metavar="TEXT|@FILE", help="Jinja2 over a row's columns, as a user message.")
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="The template's text is a raw prompt.")] = False,
-    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message for every row.")] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="A system message for rows without one.")
+    ] = None,
     chat_template: Annotated[
         Path | None, typer.Option("--chat-template", metavar="FILE", help="Jinja2 file instead of the model's chat template.")
     ] = None,
@@ -90,6 +93,8 @@ def generate(
         replicas=replicas,
     )
     inputs = Inputs(_sources(prompts), InputOptions(format, template, raw, system, limit), chat_template)
+    read = (*named_files(config=config, chat_template=chat_template), *at_file("--template", template))
+    refuse_shared((*input_files(inputs.sources), *read), (*output_files(output), *named_files(trace=trace)))
     if dry_run:
         from contbatch_cli.cli.dry_run import print_dry_run
 

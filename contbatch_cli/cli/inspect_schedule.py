@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import typer
 
 from contbatch_cli.build import Inputs
+from contbatch_cli.cli.file_roles import at_file, input_files, named_files, refuse_shared
 from contbatch_cli.cli.options import (
     Assignments,
     ConfigFile,
@@ -44,7 +45,7 @@ from contbatch_cli.cli.schedule_view import (
 from contbatch_cli.config_files import Effective
 from contbatch_cli.core.policies import POLICIES
 from contbatch_cli.data.readers import InputOptions
-from contbatch_cli.data.sources import STANDARD_INPUT, can_be_read_twice
+from contbatch_cli.data.sources import STANDARD_INPUT, can_be_read_twice, check_sources
 from contbatch_cli.errors import UsageError
 from contbatch_cli.simulate import OutputScript
 from contbatch_cli.trace import TraceIteration, format_header, format_iteration, read_trace
@@ -96,6 +97,9 @@ def inspect_schedule(
     replicas: Replicas = None,
 ) -> None:
     """Rehearse the schedule of a job, or replay a trace: no weights."""
+    read = (*named_files(config=config, trace=trace, chat_template=chat_template), *at_file("--template", template))
+    read = (*input_files(prompts or ()), *read, *at_file("--output-lengths", output_lengths))
+    refuse_shared(read, named_files(plot=plot, perfetto=perfetto))
     draws = [plot_writer(plot)] if plot else []
     draws += [perfetto_writer(perfetto)] if perfetto else []
     with ExitStack() as stack:
@@ -229,6 +233,7 @@ def _sources(prompts: Sequence[str] | None) -> tuple[str, ...]:
 @contextmanager
 def rereadable(sources: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """The sources as files that can be read for every schedule: pipes are copied to temporary files first."""
+    check_sources(sources)
     with tempfile.TemporaryDirectory(prefix="contbatch-") as directory:
         yield tuple(
             _copied(source, Path(directory) / f"{position}-{os.path.basename(source)}")
@@ -237,7 +242,7 @@ def rereadable(sources: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def _copied(source: str, copy: Path) -> str:
-    if can_be_read_twice(source) or (source != STANDARD_INPUT and not os.path.exists(source)):
+    if can_be_read_twice(source):
         return source
     with ExitStack() as stack:
         stream = sys.stdin.buffer if source == STANDARD_INPUT else stack.enter_context(open(source, "rb"))

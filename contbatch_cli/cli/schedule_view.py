@@ -47,11 +47,18 @@ class Result(NamedTuple):
     notes: tuple[str, ...]
 
 
+class _Console(Console):
+    """Leaves a reader that went away to the program, which ends with the status for it."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def open_console(file: Any = None) -> Console:
     """A console for tables: the terminal's width and colours, or wide and plain when piped. Text is never taken for markup."""
-    console = Console(file=file, highlight=False, markup=False, emoji=False)
+    console = _Console(file=file, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
-        console = Console(file=file, highlight=False, markup=False, emoji=False, width=PIPED_WIDTH, color_system=None)
+        console = _Console(file=file, highlight=False, markup=False, emoji=False, width=PIPED_WIDTH, color_system=None)
     return console
 
 

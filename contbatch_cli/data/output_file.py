@@ -78,7 +78,7 @@ def open_output(name: str, mode: OpenMode, sources: Sequence[str] = ()) -> Outpu
 
     Raises UsageError when it exists in mode `new`, is one of the inputs, is locked, or cannot be written.
     """
-    path = Path(name)
+    path = _checked(name)
     _refuse_inputs(path, sources)
     if mode == "new":
         _refuse_existing(path)
@@ -105,6 +105,21 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def _checked(name: str) -> Path:
+    """The output's path. Raises UsageError where there can be no file of this name, or none beside it."""
+    path = Path(name)
+    if not path.name or name.endswith(os.sep) or os.path.isdir(name):
+        raise UsageError(f"{name}: is a directory, not a file for records" if name else "the name of the output is empty")
+    for beside in (pending_path(path), meta_path(path)):
+        try:
+            os.lstat(beside)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise UsageError(f"{beside}: {error.strerror}") from None
+    return path
+
+
 def _refuse_inputs(path: Path, sources: Sequence[str]) -> None:
     for written in (path, pending_path(path), meta_path(path)):
         for source in sources:
@@ -121,7 +136,7 @@ def _is_same_file(written: Path, source: str) -> bool:
 
 def _refuse_existing(path: Path) -> None:
     for existing in (path, pending_path(path)):
-        if existing.is_file():
+        if os.path.isfile(existing):
             raise _exists(existing)
 
 
@@ -153,7 +168,16 @@ def _opened(path: Path) -> tuple[int, bool]:
         except FileExistsError:
             return os.open(path, _FLAGS, 0o666), False
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
+        raise UsageError(f"{path}: {_reason(path, error)}") from None
+
+
+def _reason(path: Path, error: OSError) -> str:
+    """Why a file could not be opened; what is missing is its directory, or what a link points to."""
+    if not isinstance(error, FileNotFoundError):
+        return str(error.strerror)
+    return (
+        f"a link to {os.readlink(path)}, which cannot be made" if path.is_symlink() else f"there is no directory {path.parent}"
+    )
 
 
 def _in_use(path: Path) -> str:

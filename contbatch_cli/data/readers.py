@@ -21,7 +21,7 @@ from contbatch_cli.data.sources import (
     STANDARD_INPUT,
     Line,
     can_be_read_twice,
-    check_source,
+    check_sources,
     opened_source,
     split_lines,
 )
@@ -81,8 +81,7 @@ def read_rows(sources: Sequence[str], options: InputOptions | None = None) -> It
     Raises UsageError at once for options and inputs that cannot be used, and EngineError when an input breaks off.
     """
     options = options or InputOptions()
-    if list(sources).count(STANDARD_INPUT) > 1:
-        raise UsageError("-: standard input can be read once, it is given twice")
+    check_sources(sources)
     reader = _Reader(sources, options)
     reader.check()
     return islice(reader.rows(), options.limit)
@@ -98,7 +97,6 @@ class _Reader:
     def check(self) -> None:
         """Opens what can be opened twice, so that a wrong header is known before anything is run."""
         for name, kind in self._inputs:
-            check_source(name)
             if kind == "parquet":
                 if name == STANDARD_INPUT:
                     raise UsageError("-: Parquet cannot be read from standard input")

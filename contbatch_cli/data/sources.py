@@ -6,7 +6,7 @@ import gzip
 import os
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import BinaryIO, NamedTuple, cast
@@ -44,6 +44,21 @@ def check_source(name: str) -> None:
         raise UsageError(f"{name}: no such file")
     elif not os.access(name, os.R_OK):
         raise UsageError(f"{name}: permission denied")
+    elif name.endswith(".gz") and os.path.isfile(name) and _magic(name) not in (b"", _GZIP_MAGIC):
+        raise UsageError(f"{name}: is named .gz, but its content is not gzip")
+
+
+def check_sources(names: Sequence[str]) -> None:
+    """Raises UsageError for inputs that cannot be opened, or not together."""
+    if list(names).count(STANDARD_INPUT) > 1:
+        raise UsageError("-: standard input can be read once, it is given twice")
+    for name in names:
+        check_source(name)
+
+
+def _magic(name: str) -> bytes:
+    with open(name, "rb") as stream:
+        return stream.read(len(_GZIP_MAGIC))
 
 
 def can_be_read_twice(name: str) -> bool:

@@ -142,7 +142,7 @@ def test_what_cannot_be_written_is_refused_before_any_work(tmp_path: Path, monke
     monkeypatch.setitem(sys.modules, "resvg_py", None)
     with pytest.raises(UsageError, match=r"contbatch\[png\]"):
         plot_writer(tmp_path / "x.png")
-    with pytest.raises(UsageError, match="No such file"):
+    with pytest.raises(UsageError, match="there is no directory"):
         plot_writer(tmp_path / "none" / "x.svg")([chart()])
 
 

@@ -240,7 +240,7 @@ def test_a_run_that_never_began_leaves_no_file(tmp_path):
 
 
 def test_outputs_that_cannot_be_written(tmp_path):
-    with pytest.raises(UsageError, match="No such file or directory"):
+    with pytest.raises(UsageError, match="there is no directory"):
         open_output(str(tmp_path / "absent" / "out"), "new")
     with pytest.raises(UsageError, match="Is a directory"):
         open_output(str(tmp_path), "new")

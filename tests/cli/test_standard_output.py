@@ -1,0 +1,42 @@
+"""What becomes of a standard output that takes nothing more: a full disk, or a reader that went away."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.scripted import command, write_model, write_rows
+
+COMMANDS = [("--help",), ("--version",), ("config",), ("config", "--schema"), ("models",), ("generate", "--help")]
+
+
+def _rehearsal(tmp_path: Path) -> tuple[str, ...]:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "hello", "max_tokens": 400, "ignore_eos": True}])
+    model = write_model(tmp_path / "model")
+    return ("inspect-schedule", str(rows), "-m", str(model), "--iterations", "1000")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+def test_a_full_disk_is_one_line_and_status_3(tmp_path: Path) -> None:
+    rehearsal = _rehearsal(tmp_path)
+    for arguments in (*COMMANDS, rehearsal, (*rehearsal, "--json")):
+        with open("/dev/full", "wb") as full:
+            done = subprocess.run(command(*arguments), stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (3, "contbatch: standard output: No space left on device\n"), arguments
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes of Windows tell it otherwise")
+def test_a_reader_that_went_away_is_status_141(tmp_path: Path) -> None:
+    rehearsal = _rehearsal(tmp_path)
+    for arguments in (("config",), rehearsal, (*rehearsal, "--json"), (*rehearsal, "--compare", "stall_free,static")):
+        reading, writing = os.pipe()
+        os.close(reading)
+        try:
+            done = subprocess.run(command(*arguments), stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+        finally:
+            os.close(writing)
+        assert (done.returncode, done.stderr) == (141, ""), arguments
