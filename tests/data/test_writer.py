@@ -242,7 +242,7 @@ def test_a_run_that_never_began_leaves_no_file(tmp_path):
 def test_outputs_that_cannot_be_written(tmp_path):
     with pytest.raises(UsageError, match="there is no directory"):
         open_output(str(tmp_path / "absent" / "out"), "new")
-    with pytest.raises(UsageError, match="Is a directory"):
+    with pytest.raises(UsageError, match="is a directory"):
         open_output(str(tmp_path), "new")
     with pytest.raises(UsageError, match="only regular files can be resumed"):
         open_output("/dev/null", "resume")
