@@ -154,7 +154,9 @@ def device_kind(config: ModelConfig) -> str:
 def device_memory(config: ModelConfig, info: ModelInfo) -> DeviceMemory:
     """What will be free on the device once the weights are there. Imports torch for a CUDA device."""
     kind = device_kind(config)
-    free_bytes = _cuda_free_bytes(config) if kind == "cuda" else machine.free_memory_bytes()
+    free_bytes = _cuda_free_bytes(config) if kind == "cuda" else None
+    if free_bytes is None:
+        kind, free_bytes = "cpu", machine.free_memory_bytes()
     return DeviceMemory(kind, max(free_bytes - weights_bytes(config, kind, info), 0))
 
 
@@ -162,10 +164,17 @@ def weights_bytes(config: ModelConfig, kind: str, info: ModelInfo) -> int:
     return info.num_parameters * DTYPE_BYTES[dtype_name(config, kind, info)]
 
 
-def _cuda_free_bytes(config: ModelConfig) -> int:
+def _cuda_free_bytes(config: ModelConfig) -> int | None:
+    """Free memory of the device; None where a driver is loaded and torch still finds nothing that `auto` could take.
+
+    Raises UsageError for a device that the user named and that is not there.
+    """
     import torch
 
-    return torch.cuda.mem_get_info(None if config.device == "auto" else torch.device(config.device))[0]
+    from contbatch_cli.model.loading import resolve_device
+
+    device = torch.device(resolve_device(config.device))
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
 def stop_rule(texts: StopStringRule, executor: Executor) -> StopRule:

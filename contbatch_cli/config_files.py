@@ -44,6 +44,13 @@ class Option(NamedTuple):
     value: object
 
 
+class Assignment(NamedTuple):
+    """A "key.path=value" that came with another option than `--set`."""
+
+    flag: str
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Where a value came from; `place` names it for people: "default", "run.yaml:12", "--set", "--max-tokens"."""
@@ -92,7 +99,9 @@ class Effective:
         }
 
 
-def load_config(file: Path | None = None, assignments: Iterable[str] = (), options: Iterable[Option] = ()) -> Effective:
+def load_config(
+    file: Path | None = None, assignments: Iterable[str | Assignment] = (), options: Iterable[Option] = ()
+) -> Effective:
     """The effective config: built-in defaults, then `file`, then each "key.path=value", then each option that was given.
 
     "key.path.name=value" adds one entry to a mapping.
@@ -180,7 +189,7 @@ def _as_meant(value: object, key: Key) -> object:
     return value.value
 
 
-def _all_written(file: Path | None, assignments: Iterable[str], options: Iterable[Option]) -> Iterator[_Written]:
+def _all_written(file: Path | None, assignments: Iterable[str | Assignment], options: Iterable[Option]) -> Iterator[_Written]:
     if file is not None:
         yield from _read_file(file)
     for assignment in assignments:
@@ -190,12 +199,13 @@ def _all_written(file: Path | None, assignments: Iterable[str], options: Iterabl
             yield _Written(option.key, option.value, Origin("option", option.flag))
 
 
-def _read_assignment(assignment: str) -> _Written:
-    path, equals, text = assignment.partition("=")
+def _read_assignment(assignment: str | Assignment) -> _Written:
+    flag, assigned = ("--set", assignment) if isinstance(assignment, str) else assignment
+    path, equals, text = assigned.partition("=")
+    place = f"{flag} {shown(assigned)}"
     if not equals or not path.strip():
-        raise UsageError(f"--set {shown(assignment)}: must be key.path=value, such as sampling.max_tokens=64")
-    value = _plain_value(_compose(text, f"--set {shown(assignment)}"), f"--set {shown(assignment)}")
-    return _Written(path.strip(), value, Origin("set", "--set"))
+        raise UsageError(f"{place}: must be key.path=value, such as sampling.max_tokens=64")
+    return _Written(path.strip(), _plain_value(_compose(text, place), place), Origin("set", flag))
 
 
 def _read_file(file: Path) -> Iterator[_Written]:

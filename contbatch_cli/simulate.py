@@ -123,7 +123,8 @@ def _read_outputs(path: Path, number: int, line: bytes) -> dict[RequestId, Known
         record = json.loads(line)
         return _outputs_of(record)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path}, line {number}: neither a record nor index and completion_tokens: {error!r}") from error
+        wanted = "it should be a record of an earlier output, or an object with index and completion_tokens"
+        raise UsageError(f"--output-lengths @{path}, line {number}: {wanted}") from error
 
 
 def _outputs_of(record: dict[str, Any]) -> dict[RequestId, KnownOutput]:

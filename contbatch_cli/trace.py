@@ -190,14 +190,19 @@ def _read_iterations(path: Path | str, lines: Iterator[str]) -> Iterator[TraceIt
         try:
             yield _parse_iteration(fields)
         except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"{path}, line {number}: no iteration of a trace: {error!r}") from error
+            raise UsageError(f"{path}, line {number}: no iteration of a trace: {_lacking(error)}") from error
+
+
+def _lacking(error: Exception) -> str:
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _loads(path: Path | str, number: int, line: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise UsageError(f"{path}, line {number}: no JSON: {error}") from error
+        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise UsageError(f"{path}, line {number}: no JSON: {reason}") from error
     if not isinstance(value, dict):
         raise UsageError(f"{path}, line {number}: no JSON object")
     return value

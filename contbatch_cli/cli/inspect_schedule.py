@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
@@ -29,7 +29,7 @@ from contbatch_cli.cli.options import (
     TopP,
     effective_config,
 )
-from contbatch_cli.cli.rehearsal import Overrides, Rehearsals
+from contbatch_cli.cli.rehearsal import Overrides, Rehearsals, assigned
 from contbatch_cli.cli.schedule_lanes import ScheduleChart
 from contbatch_cli.cli.schedule_plot import perfetto_writer, plot_writer
 from contbatch_cli.cli.schedule_view import (
@@ -42,7 +42,7 @@ from contbatch_cli.cli.schedule_view import (
     print_summary,
     walk,
 )
-from contbatch_cli.config_files import Effective
+from contbatch_cli.config_files import Assignment, Effective
 from contbatch_cli.core.policies import POLICIES
 from contbatch_cli.data.readers import InputOptions
 from contbatch_cli.data.sources import STANDARD_INPUT, can_be_read_twice, check_sources
@@ -104,7 +104,13 @@ def inspect_schedule(
     draws += [perfetto_writer(perfetto)] if perfetto else []
     with ExitStack() as stack:
         if trace is not None:
-            _refuse_with_trace(prompts, policy, compare, sweep)
+            _refuse_with_trace(
+                {"PROMPTS": prompts, "-c": config, "--set": assignments, "-m": model, "--policy": policy, "--compare": compare}
+                | {"--sweep": sweep, "--output-lengths": None if output_lengths == "max" else output_lengths}
+                | {"--template": template, "--raw": raw or None, "--system": system, "--chat-template": chat_template}
+                | {"--limit": limit, "--max-tokens": max_tokens, "--temperature": temperature, "--top-p": top_p}
+                | {"--seed": seed, "--stop": stop, "--order": order, "--replicas": replicas}
+            )
             schedules: Iterable[Schedule] = [replay(trace)]
             is_comparison = False
         else:
@@ -115,7 +121,7 @@ def inspect_schedule(
             def configure(more: Sequence[str]) -> Effective:
                 return effective_config(
                     config,
-                    [*(assignments or ()), *more],
+                    [*(assignments or ()), *(Assignment("--sweep", one) for one in more)],
                     model=model,
                     max_tokens=max_tokens,
                     temperature=temperature,
@@ -127,6 +133,8 @@ def inspect_schedule(
                 )
 
             script = OutputScript.parse(output_lengths)
+            for _, overrides in variants:
+                configure(assigned(overrides))  # all are right before the first is rehearsed
             rehearsals = Rehearsals(configure, Inputs(sources, options, chat_template), script.again)
             schedules = (rehearsals.schedule(title, overrides) for title, overrides in variants)
         if json_lines:
@@ -186,14 +194,17 @@ def _draw(draws: Sequence[Draw], charts: Sequence[ScheduleChart]) -> None:
         draw(charts)
 
 
-def _refuse_with_trace(prompts: object, policy: object, compare: object, sweep: object) -> None:
-    for name, value in (("PROMPTS", prompts), ("--policy", policy), ("--compare", compare), ("--sweep", sweep)):
-        if value:
+def _refuse_with_trace(options: Mapping[str, object]) -> None:
+    """A trace is what it is: an option that would change the schedule is refused, not ignored."""
+    for name, value in options.items():
+        if value is not None and value != []:
             raise UsageError(f"--trace replays a run as it was: leave {name} out")
 
 
 def _variants(policy: str | None, compare: str | None, sweep: Sequence[str] | None) -> list[tuple[str, Overrides]]:
     """Titles and config keys of the schedules to make: every policy with every combination of swept values."""
+    if policy and compare:
+        raise UsageError("--policy and --compare exclude each other: --compare names all policies that are rehearsed")
     policies = _names("--compare", compare) if compare else [policy] if policy else []
     for name in policies:
         if name not in POLICIES:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from contbatch_cli.config_files import Effective, Option, load_config
+from contbatch_cli.config_files import Assignment, Effective, Option, load_config
 
 ConfigFile = Annotated[Path | None, typer.Option("-c", "--config", metavar="FILE", help="YAML config file.")]
 Assignments = Annotated[
@@ -34,7 +34,7 @@ Replicas = Annotated[
 
 def effective_config(
     config: Path | None,
-    assignments: Sequence[str] | None,
+    assignments: Sequence[str | Assignment] | None,
     *,
     model: str | None = None,
     max_tokens: int | None = None,

@@ -41,6 +41,11 @@ ASSUMED_GPU_BYTES = 40 * 2**30
 Overrides = tuple[tuple[str, str], ...]
 
 
+def assigned(overrides: Overrides) -> list[str]:
+    """Overrides as assignments."""
+    return [f"{key}={value}" for key, value in overrides]
+
+
 @dataclass(slots=True)
 class Rehearsals:
     """Makes schedules of one job under varied configs.
@@ -58,7 +63,7 @@ class Rehearsals:
 
         Raises UsageError for what makes the job impossible.
         """
-        effective = self.configure([f"{key}={value}" for key, value in overrides])
+        effective = self.configure(assigned(overrides))
         config = effective.config
         model = self._model(config)
         memory = memory_of_each(config, rehearsal_memory(config, model.info), model.info)

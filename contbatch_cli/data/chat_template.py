@@ -185,8 +185,10 @@ def _file_sources(path: Path) -> dict[str, str]:
 def _read_template(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"chat template {file} cannot be read: {error}") from error
+    except OSError as error:
+        raise UsageError(f"--chat-template {file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--chat-template {file}: not UTF-8 at byte {error.start}") from None
 
 
 # -- messages

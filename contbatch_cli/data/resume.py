@@ -221,7 +221,8 @@ def _compare(
     for index in plan.hashes.indices():
         if index >= num_rows:
             if not rerun_changed:
-                raise UsageError(f"--resume: the output has a record of row {index}, the input has only {num_rows:,} rows")
+                only = f"the output has a record of row {index}, the input has only {num_rows:,} rows"
+                raise UsageError(f"--resume: {only}; --rerun-changed drops what is gone")
             _give_up(plan, places, index)
 
 

@@ -56,13 +56,16 @@ def refuse_other_settings(path: Path, settings: Mapping[str, Any]) -> None:
     """Raises UsageError that names the first setting in which this run differs from the one that wrote the output."""
     meta = read_meta(path)
     if meta is None:
-        raise UsageError(f"{meta_path(path)} is missing: whether {path} was made with these settings cannot be told")
+        raise UsageError(
+            f"{meta_path(path)} is missing: whether {path} was made with these settings cannot be told; --overwrite starts anew"
+        )
     before = meta["settings"]
     now = json.loads(json.dumps(dict(settings)))
     for field in [*now, *(field for field in before if field not in now)]:
         if before.get(field) != now.get(field):
             old, new = (json.dumps(one.get(field))[:200] for one in (before, now))
-            raise UsageError(f"--resume: {field} was {old} when {path} was begun and is {new} now")
+            changed = f"{field} was {old} when {path} was begun and is {new} now"
+            raise UsageError(f"--resume: {changed}; --overwrite starts anew")
 
 
 def running_pid(path: Path) -> int | None:

@@ -96,7 +96,8 @@ class AppendFile:
             os.lseek(self.descriptor, end, os.SEEK_SET)
 
     def _failure(self, error: OSError) -> EngineError:
-        return EngineError(f"{self._name}: {error.strerror}; the records in it are whole, --resume goes on")
+        how = "--resume goes on" if self._is_regular else "only a file (-o FILE) can be gone on with"
+        return EngineError(f"{self._name}: {error.strerror}; the records in it are whole, {how}")
 
 
 class Appender(Protocol):

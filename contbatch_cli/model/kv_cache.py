@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import torch
 
+from contbatch_cli.errors import UsageError
+
 
 class LayerShape(NamedTuple):
     """One layer's attention: query heads, kv heads, and the head sizes of keys and of values."""
@@ -61,7 +63,10 @@ class KVCache:
         self.block_size = block_size
         self.window_layers, num_window_blocks = window_pool or WindowPool()
         counts = [num_window_blocks if i in self.window_layers else num_blocks for i in range(len(layers))]
-        self.layers = [_allocate(layer, count, block_size, dtype, device) for layer, count in zip(layers, counts, strict=True)]
+        try:
+            self.layers = [_allocate(layer, n, block_size, dtype, device) for layer, n in zip(layers, counts, strict=True)]
+        except (RuntimeError, MemoryError) as error:
+            raise _too_large(num_blocks, bytes_per_block(layers, block_size, dtype), device) from error
 
     def fill(self, value: float) -> None:
         """Set every slot to `value`."""
@@ -74,6 +79,11 @@ def bytes_per_block(layers: Sequence[LayerShape], block_size: int, dtype: torch.
     """What one block takes over all layers, keys and values."""
     per_token = sum(layer.num_kv_heads * (layer.key_size + layer.value_size) for layer in layers)
     return per_token * block_size * dtype.itemsize
+
+
+def _too_large(num_blocks: int, block_bytes: int, device: torch.device) -> UsageError:
+    size = f"{num_blocks:,} blocks of {block_bytes:,} bytes"
+    return UsageError(f"the KV cache, {size}, does not fit the memory of {device}: give cache.num_blocks or cache.memory less")
 
 
 def _allocate(layer: LayerShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> LayerCache:

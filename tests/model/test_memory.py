@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from contbatch_cli.errors import UsageError
+from contbatch_cli.model.kv_cache import KVCache, LayerShape
 from contbatch_cli.model.memory import (
     cache_bytes,
     full_step,
@@ -65,3 +66,8 @@ def test_out_of_memory_is_told_from_other_errors():
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")) and is_out_of_memory(MemoryError())
     assert not is_out_of_memory(RuntimeError("size mismatch")) and not is_out_of_memory(ValueError("DefaultCPUAllocator: "))
     release_unused(CPU)
+
+
+def test_a_cache_that_no_memory_holds_is_refused_with_numbers():
+    with pytest.raises(UsageError, match=r"the KV cache, 1,000,000,000,000,000 blocks of 65,536 bytes, .*cache\.num_blocks"):
+        KVCache([LayerShape(8, 8, 64, 64)], 10**15, 16, torch.float32, CPU)
