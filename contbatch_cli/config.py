@@ -121,7 +121,7 @@ class SamplingConfig:
         256, Rule("The most tokens generated for a row; clamped to the context that its prompt leaves.", minimum=0)
     )
     min_tokens: int = key(0, Rule("Tokens before which a row does not end by EOS, stop token or stop string.", minimum=0))
-    temperature: float = key(0.0, Rule("0 is greedy; otherwise the logits are divided by it.", minimum=0))
+    temperature: float = key(0.0, Rule("0 is greedy; otherwise the logits are divided by it.", minimum=0, maximum=2))
     top_p: float = key(
         1.0, Rule("Keeps the likeliest tokens that together have this probability; 1 is off.", above=0, maximum=1)
     )
@@ -136,7 +136,7 @@ class SamplingConfig:
         0.0, Rule("Subtracted from a token's logit each time that it was generated.", minimum=-2, maximum=2)
     )
     repetition_penalty: float = key(
-        1.0, Rule("Divides positive and multiplies negative logits of tokens seen; 1 is off.", above=0)
+        1.0, Rule("Divides positive and multiplies negative logits of tokens seen; 1 is off.", above=0, maximum=100)
     )
     stop: tuple[str, ...] = key((), Rule("Strings that end a row where they appear in its text; cut off.", pattern=r"(?s).+"))
     ignore_eos: bool = key(False, Rule("Whether a row goes on after the model's end-of-sequence tokens."))

@@ -413,5 +413,7 @@ def _escape(code: int) -> str:
 
 
 def _is_plain_string(text: str) -> bool:
+    if text.lower() in _YAML_1_1_BOOLS:
+        return False  # older readers take these for true and false
     node = _compose(text, "value")
     return isinstance(node, yaml.ScalarNode) and node.tag == _STR

@@ -199,7 +199,7 @@ class BatchRun:
 
     def _on_fault(self, fault: RowFault) -> None:
         if self._asked.options.on_error == "fail":
-            message = f"--on-error fail: {fault.file}, {fault.message}"
+            message = f"--on-error fail: {fault.placed_message}"
             raise EngineError(message) if self._is_executing else UsageError(message)
         self.recorder.fault(fault)
 

@@ -209,13 +209,9 @@ def _rows_lines(dry_run: DryRun) -> Iterator[str]:
     for code, count in dry_run.faults.most_common():
         yield f"  {code}: {count:,}"
         for fault in dry_run.first_faults[code]:
-            yield f"    {fault.file}, {fault.message if fault.message.startswith('line ') else _placed(fault)}"
+            yield f"    {fault.placed_message}"
     if any(dry_run.faults[code] for code in TOO_BIG):
         yield f"too big   {sum(dry_run.faults[code] for code in TOO_BIG):,} rows do not fit the context or the cache"
-
-
-def _placed(fault: RowFault) -> str:
-    return f"line {fault.line}: {fault.message}"
 
 
 def _prompt_lines(dry_run: DryRun, ascii_only: bool) -> Iterator[str]:

@@ -69,6 +69,8 @@ def duration(seconds: float | None) -> str:
     """Three figures and a unit: `850 us`, `31.2 ms`, `1.23 s`, then `4:05` from two minutes on; `-` when there is none."""
     if seconds is None:
         return "-"
+    if seconds == 0:
+        return "0 s"
     for unit, scale, limit in (("us", 1e6, 1e-3), ("ms", 1e3, 1.0), ("s", 1.0, 120.0)):
         if seconds < limit:
             return f"{three_figures(seconds * scale)} {unit}"

@@ -55,8 +55,8 @@ def _rows_text(summary: RunSummary) -> str:
 def _tokens_text(metrics: MetricsSnapshot) -> str:
     cached = f" ({metrics.cached_tokens:,} from the prefix cache)" if metrics.cached_tokens else ""
     speed = f"{three_figures(metrics.output_tokens_per_s)} output tokens/s"
-    took = duration(metrics.elapsed_s)
-    return f"{metrics.prompt_tokens:,} prompt{cached}, {metrics.output_tokens:,} output in {took}: {speed}"
+    took = f" in {duration(metrics.elapsed_s)}: {speed}" if metrics.iterations else ""
+    return f"{metrics.prompt_tokens:,} prompt{cached}, {metrics.output_tokens:,} output{took}"
 
 
 def _latency_text(metrics: MetricsSnapshot) -> str:

@@ -26,6 +26,8 @@ def prompt_column(names: Sequence[str], source: str) -> str:
             return name
     data = [name for name in names if name not in (ID_COLUMN, PARAMS_COLUMN)]
     if len(data) == 1:
+        if ";" in data[0] or "\t" in data[0]:
+            raise UsageError(f"{source}: one column, {data[0]!a}: columns are parted by commas, in a .tsv by tabs")
         return data[0]
     listed = ", ".join(names[:20])
     raise UsageError(f"{source}: no column is named {', '.join(_DEFAULT_COLUMNS)}; use --template over its columns: {listed}")

@@ -28,6 +28,7 @@ class CsvReader:
         self._first_line = 0
         self._last_line = 0
         self._oversized: RowError | None = None
+        self._is_at_end = False
         self._reader = csv.reader(self._texts(), delimiter=delimiter)
         self.names = self._header(name)
 
@@ -36,6 +37,7 @@ class CsvReader:
             self._last_line = line.number
             self._first_line = self._first_line or line.number
             yield self._text(line)
+        self._is_at_end = True
 
     def _text(self, line: Line) -> str:
         if line.error is not None:
@@ -66,7 +68,9 @@ class CsvReader:
             except csv.Error as error:
                 yield self._faulty("invalid_row", str(error), [])
                 continue
-            if self._oversized is not None:
+            if self._is_at_end:  # a complete record ends with its line, before the next one is asked for
+                yield self._faulty("invalid_row", "a quote that opens here is not closed by the end of the file", fields)
+            elif self._oversized is not None:
                 yield CsvRecord(self._first_line, b"", self._oversized)
             elif fields and fields != [""]:
                 yield self._record(fields)

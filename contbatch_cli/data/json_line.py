@@ -79,6 +79,8 @@ def _described(error: json.JSONDecodeError) -> str:
         return f"column {error.colno}: trailing comma"
     if before.endswith(",") and after[:1] in ("]", "}"):
         return f"column {len(before)}: trailing comma"
+    if not after and before in ("[", "{"):
+        return f"column {error.colno}: a lone {before}: each line has to be one whole row (JSON Lines)"
     if not after:
         return f"column {error.colno}: the line ends too early ({error.msg})"
     return f"column {error.colno}: {error.msg}"

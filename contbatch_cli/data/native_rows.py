@@ -36,6 +36,9 @@ def _prompt(columns: dict[str, Any]) -> Prompt:
 def _wrong_number(columns: dict[str, Any], kinds: list[str]) -> str:
     if kinds:
         return f"the row has {' and '.join(kinds)}: one of them is the prompt, not {len(kinds)}"
+    empty = [key for key in PROMPT_KEYS if key in columns]
+    if empty:
+        return f'"{empty[0]}" is null, and the row has no other prompt'
     keys = ", ".join(list(columns)[:8]) or "none"
     return f"the row has no prompt, messages or prompt_token_ids (its keys: {keys[:200]})"
 

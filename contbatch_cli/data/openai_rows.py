@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from contbatch_cli.data.native_rows import CHAT_KEYS, PROMPT_KEYS, chat_prompt, json_type, text_prompt, token_prompt
-from contbatch_cli.data.params import split_parameters, unknown
+from contbatch_cli.data.params import shown, split_parameters, unknown
 from contbatch_cli.data.rows import Draft, OpenAIEnvelope, OpenAIKind, Prompt
 from contbatch_cli.errors import RowError
 
@@ -77,10 +77,10 @@ def openai_envelope(columns: dict[str, Any]) -> OpenAIEnvelope:
     if type(custom_id) is not str or not custom_id:
         raise RowError("invalid_row", f'"custom_id" is {json_type(custom_id)}, it must be a string that is not empty')
     if method != "POST":
-        raise RowError("invalid_row", f'"method" is {method!r}, it must be "POST"')
+        raise RowError("invalid_row", f'"method" is {shown(method)}, it must be "POST"')
     kind = _URLS.get(url) if type(url) is str else None
     if kind is None:
-        raise RowError("invalid_row", f'"url" is {url!r}, it must be {" or ".join(_URLS)}')
+        raise RowError("invalid_row", f'"url" is {shown(url)}, it must be {" or ".join(_URLS)}')
     return OpenAIEnvelope(custom_id, kind)
 
 
@@ -102,15 +102,11 @@ def _check_other(key: str, value: Any, body: dict[str, Any]) -> None:
         return
     if key in _ONLY:
         if not _ONLY[key](value, body):
-            raise RowError("invalid_parameter", f"{key} cannot be {_shown(value)} in a batch job")
+            raise RowError("invalid_parameter", f"{key} cannot be {shown(value)} in a batch job")
     elif key in _UNSUPPORTED:
         raise RowError("invalid_parameter", f'"{key}" is not supported')
     else:
         raise unknown(key, (*_HARMLESS, *_ONLY, *_UNSUPPORTED, *_RESERVED))
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if type(value) is bool else repr(value)[:60]
 
 
 def _chat(body: dict[str, Any]) -> Prompt:

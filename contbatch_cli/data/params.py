@@ -27,10 +27,10 @@ null is the same as not given. An integer may be written as `16.0`.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from reprlib import Repr
 from typing import Any, NamedTuple
 
 from contbatch_cli.data.misspelling import corrected
@@ -42,8 +42,7 @@ MAX_TOKENS = 2**31 - 1
 MAX_TOP_LOGPROBS = 20
 MAX_SAMPLES = 128
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
-_short = Repr()
-_short.maxstring = _short.maxother = 60
+_SHOWN_CHARACTERS = 80
 
 
 class Parameter(NamedTuple):
@@ -55,7 +54,13 @@ class Parameter(NamedTuple):
 
 def refused(name: str, value: object, wanted: str) -> RowError:
     """The error of a value that is not what the parameter takes."""
-    return RowError("invalid_parameter", f"{name} is {_short.repr(value)}, it must be {wanted}")
+    return RowError("invalid_parameter", f"{name} is {shown(value)}, it must be {wanted}")
+
+
+def shown(value: object) -> str:
+    """A value as its row has it, cut where it is long."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def _integer(low: int, high: int) -> Check:
@@ -118,7 +123,7 @@ def _logit_bias(name: str, value: Any) -> dict[str, float]:
     number = _number(-100, 100)
     for key in value:
         if not _TOKEN_ID.fullmatch(key):
-            raise RowError("invalid_parameter", f"{name} has the key {_short.repr(key)}, which is no token id")
+            raise RowError("invalid_parameter", f"{name} has the key {shown(key)}, which is no token id")
     return {key: number(f"{name}[{key}]", value[key]) for key in sorted(value, key=int)}
 
 
@@ -214,7 +219,7 @@ def unknown(key: str, names: Iterable[str] = ()) -> RowError:
     """The error of a key that stands where only parameters may, with the name it may have meant."""
     right = misspelt_parameter(key) or corrected(key, names)
     hint = f'; the right name is "{right}"' if right else ""
-    return RowError("unknown_parameter", f"{_short.repr(key)} is no parameter{hint}")
+    return RowError("unknown_parameter", f"{shown(key)} is no parameter{hint}")
 
 
 @lru_cache(maxsize=4096)

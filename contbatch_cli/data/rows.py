@@ -74,6 +74,13 @@ class RowFault:
     extra: dict[str, Any]
     openai: OpenAIEnvelope | None = None
 
+    @property
+    def placed_message(self) -> str:
+        """The message behind file and line, for people; in a record `index` and `line` stand beside it."""
+        if self.message.startswith("line "):
+            return f"{self.file}, {self.message}"
+        return f"{self.file}, line {self.line}: {self.message.removeprefix(f'row {self.index}: ')}"
+
 
 class Draft(NamedTuple):
     """What a row says, before it has a place in the job."""

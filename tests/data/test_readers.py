@@ -145,7 +145,7 @@ FAULTS = [
     (b'{"prompt": "a", "max_tokns": 5}', "unknown_parameter", 'the right name is "max_tokens"'),
     (b'{"prompt": "a", "tempreature": 1}', "unknown_parameter", 'the right name is "temperature"'),
     (b'{"prompt": "a", "temperature": 3}', "invalid_parameter", "temperature is 3, it must be a number from 0 to 2"),
-    (b'{"prompt": "a", "max_tokens": "5"}', "invalid_parameter", "max_tokens is '5'"),
+    (b'{"prompt": "a", "max_tokens": "5"}', "invalid_parameter", 'max_tokens is "5"'),
 ]
 
 
