@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 from typing import NamedTuple
@@ -233,7 +234,11 @@ def test_threads_fall_back_to_powers_of_two():
 
 
 @pytest.mark.slow
-def test_the_default_model_is_bitwise_the_same_under_ten_settings():
+@pytest.mark.timeout(2400)
+def test_the_default_model_is_bitwise_the_same_under_ten_settings(request):
+    """At one thread; takes several minutes."""
+    request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(1)
     directory = model_store.resolve("smollm2-135m-instruct", None)
     loaded = load_model(directory, ModelConfig(device="cpu", dtype="float32"))
     tiled, _ = make_deterministic(loaded.model, loaded.layers, loaded.dtype)
