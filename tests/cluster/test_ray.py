@@ -67,7 +67,13 @@ class Runs:
         self.rows.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
     def start(self, *arguments: str, step_s: float = 0.0, **settings: str) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "SCRIPTED_PIDS": str(self.pids), "SCRIPTED_STEP_S": str(step_s)}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "SCRIPTED_PIDS": str(self.pids),
+            "SCRIPTED_STEP_S": str(step_s),
+            "SCRIPTED_TOGETHER": arguments[arguments.index("--replicas") + 1] if "--replicas" in arguments else "1",
+        }
         address = ["--set", f"cluster.address={self._address}"] if self._address and "--replicas" in arguments else []
         return subprocess.Popen(
             [sys.executable, "-m", "tests.cluster.scripted", "generate", str(self.rows), "-m", str(self._model)]
@@ -81,7 +87,7 @@ class Runs:
 
     def run(self, *arguments: str, status: int = 0, step_s: float = 0.0, **settings: str) -> tuple[str, str]:
         started = self.start(*arguments, step_s=step_s, **settings)
-        output, messages = started.communicate(timeout=60)
+        output, messages = started.communicate(timeout=180)
         assert started.returncode == status, messages
         return output, messages
 
@@ -105,7 +111,7 @@ def records_of(text: str) -> list[dict[str, Any]]:
     return sorted(map(json.loads, text.splitlines()), key=lambda record: record["index"])
 
 
-def wait_until(is_so: Callable[[], bool], limit_s: float = 30.0) -> None:
+def wait_until(is_so: Callable[[], bool], limit_s: float = 90.0) -> None:
     ends_s = time.monotonic() + limit_s
     while not is_so():
         assert time.monotonic() < ends_s, f"not within {limit_s} s"
@@ -157,7 +163,7 @@ def test_a_replica_killed_in_mid_run_loses_no_row(runs: Runs, texts: list[str]) 
     started = runs.to_file("--replicas", "3", step_s=0.02)
     runs.wait_for_records(20)
     os.kill(runs.replica_pids()[0], signal.SIGKILL)
-    _, messages = started.communicate(timeout=60)
+    _, messages = started.communicate(timeout=180)
     assert started.returncode == 0, messages
     assert [record["text"] for record in runs.records()] == texts
     assert "was lost" in messages and "of its rows run again" in messages
@@ -169,7 +175,7 @@ def test_a_removed_node_loses_no_row(runs: Runs, texts: list[str], cluster: Any)
     runs.wait_for_records(20)
     assert extra.node_id in {file.read_text() for file in runs.pids.iterdir()}
     cluster.remove_node(extra, allow_graceful=False)
-    _, messages = started.communicate(timeout=60)
+    _, messages = started.communicate(timeout=180)
     assert started.returncode == 0, messages
     assert [record["text"] for record in runs.records()] == texts
     assert "was lost" in messages
@@ -184,14 +190,14 @@ def test_a_run_that_is_ended_leaves_no_actors_and_can_be_resumed(
     before = runs.replica_pids()
     assert len(before) == 2 and all(map(is_alive, before))
     started.send_signal(number)
-    _, messages = started.communicate(timeout=30)
+    _, messages = started.communicate(timeout=90)
     assert started.returncode == status, messages
     wait_until(lambda: not any(map(is_alive, before)))
     assert 20 <= runs.output.read_bytes().count(b"\n") < ROWS
     if number is not signal.SIGKILL:
         return
     resumed = runs.to_file("--replicas", "3", "--resume")
-    _, messages = resumed.communicate(timeout=60)
+    _, messages = resumed.communicate(timeout=180)
     assert resumed.returncode == 0, messages
     assert [record["text"] for record in runs.records()] == texts
 
@@ -200,7 +206,7 @@ def test_a_row_that_kills_its_replicas_becomes_an_error_record(runs: Runs, texts
     rows = [json.loads(line) for line in runs.rows.read_text().splitlines()]
     runs.write_rows([*rows[:50], {"prompt_token_ids": [POISON, 65], "max_tokens": 4}, *rows[50:]])
     started = runs.to_file("--replicas", "2", "--set", "cluster.max_attempts=2", step_s=0.005, SCRIPTED_POISON=str(POISON))
-    _, messages = started.communicate(timeout=60)
+    _, messages = started.communicate(timeout=180)
     assert started.returncode == 1, messages
     records = runs.records()
     bad = records.pop(50)
@@ -233,7 +239,7 @@ def test_ctrl_c_for_the_whole_process_group_ends_a_ray_of_our_own(tmp_path: Path
     alone.wait_for_records(5)
     before = alone.replica_pids()
     os.killpg(started.pid, signal.SIGINT)
-    output, messages = started.communicate(timeout=30)
+    output, messages = started.communicate(timeout=90)
     assert (started.returncode, output) == (130, ""), messages
     assert messages.splitlines()[-1].startswith("contbatch: interrupted; rows without a record")
     assert "Traceback" not in messages

@@ -29,7 +29,7 @@ def contbatch(directory: Path, *arguments: str) -> subprocess.CompletedProcess[s
         "-m",
         str(write_model(directory / "m")),
     ]
-    return subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=180)
 
 
 def test_replicas_without_ray_are_refused_in_one_line(tmp_path: Path) -> None:
