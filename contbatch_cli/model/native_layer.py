@@ -22,7 +22,7 @@ from contbatch_cli.model import cpu_kernels
 from contbatch_cli.model.attention import AttentionVariant, CachedStep, Step, attending, cpu_native, current_step
 from contbatch_cli.model.attention.reference import attend_one
 from contbatch_cli.model.kv_cache import KVCache, LayerShape
-from contbatch_cli.model.packed_linear import concatenated, whole_panels
+from contbatch_cli.model.packed_linear import concatenated
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ TOLERANCE = 2e-4
 class NativeDecoderLayer(nn.Module):
     """hidden [1, T, hidden] to the same, for a step planned by `cpu_native`. Holds its weights packed."""
 
-    def __init__(self, library: cpu_kernels.Library, parts: LayerParts, index: int) -> None:
+    def __init__(self, library: cpu_kernels.Library, parts: LayerParts, index: int, is_int8: bool = False) -> None:
         super().__init__()
         self._library = library
         self._index = index
@@ -44,17 +44,18 @@ class NativeDecoderLayer(nn.Module):
             _gates(parts, library.panel // 2),
             concatenated([parts.down]),
         ]
-        packed = library.pack(*(weight for weight, _ in products))
+        packed = (library.pack_int8 if is_int8 else library.pack)(*(weight for weight, _ in products))
         epilogues = cpu_kernels.STORE, cpu_kernels.ADD, parts.epilogue, cpu_kernels.ADD
         linears = [
             cpu_kernels.Linear(
-                self._own(panels),
-                None if bias is None else self._own(whole_panels(library, bias)),
+                self._keep(panels),
+                None if bias is None else self._own(library.whole_panels(bias)),
+                None if scales is None else self._own(scales),
                 weight.shape[1],
                 weight.shape[0],
                 epilogue,
             )
-            for panels, (weight, bias), epilogue in zip(packed, products, epilogues, strict=True)
+            for (panels, scales), (weight, bias), epilogue in zip(packed, products, epilogues, strict=True)
         ]
         linears[2].n = parts.gate.out_features
         self._layer = cpu_kernels.Layer(
@@ -96,7 +97,9 @@ class NativeDecoderLayer(nn.Module):
         return out
 
     def _own(self, tensor: torch.Tensor) -> int:
-        tensor = tensor.detach().float().contiguous()
+        return self._keep(tensor.detach().float().contiguous())
+
+    def _keep(self, tensor: torch.Tensor) -> int:
         self._owned.append(tensor)
         return tensor.data_ptr()
 
@@ -133,20 +136,21 @@ def _interleaved(values: torch.Tensor, half: int) -> torch.Tensor:
     return padded.view(2, -1, half, *values.shape[1:]).transpose(0, 1).reshape(-1, *values.shape[1:])
 
 
-def swap_layers(model: nn.Module) -> int:
+def swap_layers(model: nn.Module, is_int8: bool = False) -> int:
     """Swap what can be swapped among the model's decoder layers, float32 on a CPU; gives how many were.
 
+    With `is_int8` the replacements keep their weights in 8 bits, once they have shown with float32 weights that they agree.
     From then on the model runs with the attention backend `cpu_native` only.
     """
     library = cpu_kernels.library()
     layers = getattr(getattr(model, "model", None), "layers", None)
     if library is None or not isinstance(layers, nn.ModuleList):
         return 0
-    return sum(_swap(library, model, layers, index) for index in range(len(layers)))
+    return sum(_swap(library, model, layers, index, is_int8) for index in range(len(layers)))
 
 
 @torch.inference_mode()
-def _swap(library: cpu_kernels.Library, model: nn.Module, layers: nn.ModuleList, index: int) -> bool:
+def _swap(library: cpu_kernels.Library, model: nn.Module, layers: nn.ModuleList, index: int, is_int8: bool) -> bool:
     layer = layers[index]
     if not _is_common_kind(layer):
         return False
@@ -158,9 +162,11 @@ def _swap(library: cpu_kernels.Library, model: nn.Module, layers: nn.ModuleList,
     except (AttributeError, TypeError, ValueError, KeyError, RuntimeError) as error:
         logger.info("layer %d keeps its own code: %s: %s", index, type(error).__name__, error)
         return False
-    if replacement is None or not agrees:
+    if parts is None or replacement is None or not agrees:
         logger.info("layer %d keeps its own code: it computes something else", index)
         return False
+    if is_int8:
+        replacement = NativeDecoderLayer(library, parts, index, is_int8)
     for name in ("attention_type", "layer_type"):
         if hasattr(layer, name):
             setattr(replacement, name, getattr(layer, name))

@@ -2,7 +2,7 @@
 
 Shape legend: M rows, K input features, N output features.
 
-Three kinds, the first that works here: the compiled kernels (float32), oneDNN's packed weights through torch's private operators
+Three kinds, the first that works here: the compiled kernels (float32 rows; the weight float32 or of 8 bits), oneDNN's packed weights through torch's private operators
 (tried on a small weight first, since they may change), and plain `torch.nn.Linear`. Linears that read the same input (query, key and
 value; gate and up) become one product: the first to be called computes all, the others hand out their slices of it.
 """
@@ -28,24 +28,27 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class NativeLinear(nn.Module):
     """x [..., K] to [..., N] by the compiled kernels; a row's result does not depend on the rows beside it."""
 
-    def __init__(self, library: cpu_kernels.Library, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, library: cpu_kernels.Library, weight: torch.Tensor, bias: torch.Tensor | None, is_int8: bool = False
+    ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._library = library
-        (self._packed,) = library.pack(weight)
-        self._bias = None if bias is None else whole_panels(library, bias)
-        address = None if self._bias is None else self._bias.data_ptr()
-        self._linear = cpu_kernels.Linear(
-            self._packed.data_ptr(), address, self.in_features, self.out_features, cpu_kernels.STORE
-        )
+        (self.packed,) = (library.pack_int8 if is_int8 else library.pack)(weight)
+        self._bias = None if bias is None else library.whole_panels(bias)
+        addresses = (None if part is None else part.data_ptr() for part in (self.packed.panels, self._bias, self.packed.scales))
+        self._linear = cpu_kernels.Linear(*addresses, self.in_features, self.out_features, cpu_kernels.STORE)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         assert x.dtype == torch.float32
         out = torch.empty(*x.shape[:-1], self.out_features)
         rows = x.numel() // self.in_features
-        if rows:  # A step that only computes a piece of a prompt asks for no logits; the kernels divide by the rows.
-            self._library.linear(byref(self._linear), x.data_ptr(), rows, out.data_ptr(), None, torch.get_num_threads())
+        if not rows:  # A step that only computes a piece of a prompt asks for no logits; the kernels divide by the rows.
+            return out
+        threads = torch.get_num_threads()
+        if not self._library.linear(byref(self._linear), x.data_ptr(), rows, out.data_ptr(), None, threads):
+            raise MemoryError(f"a product of {rows} rows: no working memory")
         return out
 
 
@@ -94,19 +97,14 @@ class SiblingLinear(nn.Module):
         return self._siblings.part(self._index, x)
 
 
-def whole_panels(library: cpu_kernels.Library, bias: torch.Tensor) -> torch.Tensor:
-    """A bias [N], filled up with zeros to whole panels."""
-    return nn.functional.pad(bias.detach().float(), (0, -bias.shape[0] % library.panel)).contiguous()
-
-
-def packed(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module | None:
-    """A packed linear of these weights; None where no packing works here."""
+def packed(weight: torch.Tensor, bias: torch.Tensor | None, is_int8: bool = False) -> nn.Module | None:
+    """A packed linear of these weights; None where no packing works here. 8 bits need the compiled kernels."""
     if weight.device.type != "cpu":
         return None
     library = cpu_kernels.library() if weight.dtype == torch.float32 else None
     if library is not None:
-        return NativeLinear(library, weight, bias)
-    if _onednn_works(weight.dtype):
+        return NativeLinear(library, weight, bias, is_int8)
+    if not is_int8 and _onednn_works(weight.dtype):
         return OneDnnLinear(weight, bias)
     return None
 
@@ -127,15 +125,15 @@ def _onednn_works(dtype: torch.dtype) -> bool:
     return agrees
 
 
-def pack_linears(module: nn.Module) -> int:
+def pack_linears(module: nn.Module, is_int8: bool = False) -> int:
     """Replace all plain linears below `module` by packed ones, siblings together; gives how many weights were packed."""
     count = 0
     for child in list(module.modules()):
         for names in SIBLINGS:
-            count += _pack_siblings(child, names)
+            count += _pack_siblings(child, names, is_int8)
         for name, linear in list(child.named_children()):
             if type(linear) is nn.Linear:
-                replacement = packed(linear.weight, linear.bias)
+                replacement = packed(linear.weight, linear.bias, is_int8)
                 if replacement is not None:
                     _take_hooks(replacement, linear)
                     setattr(child, name, replacement)
@@ -143,11 +141,11 @@ def pack_linears(module: nn.Module) -> int:
     return count
 
 
-def _pack_siblings(parent: nn.Module, names: Sequence[str]) -> int:
+def _pack_siblings(parent: nn.Module, names: Sequence[str], is_int8: bool) -> int:
     linears = [getattr(parent, name, None) for name in names]
     if not all(type(linear) is nn.Linear for linear in linears):
         return 0
-    fused = packed(*concatenated([linear for linear in linears if isinstance(linear, nn.Linear)]))
+    fused = packed(*concatenated([linear for linear in linears if isinstance(linear, nn.Linear)]), is_int8)
     if fused is None:
         return 0
     siblings = _Siblings(fused, [linear.out_features for linear in linears if isinstance(linear, nn.Linear)])

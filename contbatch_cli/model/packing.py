@@ -16,13 +16,20 @@ class Packing(NamedTuple):
 
     num_layers: int
     num_linears: int
+    is_int8: bool = False
 
     def __str__(self) -> str:
         kind = "compiled kernels" if cpu_kernels.library() is not None else "oneDNN"
+        if self.is_int8:
+            kind += ", int8"
         return f"{self.num_layers} layers native, {self.num_linears} weights packed ({kind})"
 
 
-def pack_model(model: nn.Module, backend: str) -> Packing:
-    """Pack a model that lies on a CPU and runs with that attention backend. The original weights are given up."""
-    num_layers = swap_layers(model) if backend == "cpu_native" else 0
-    return Packing(num_layers, pack_linears(model))
+def pack_model(model: nn.Module, backend: str, is_int8: bool = False) -> Packing:
+    """Pack a model that lies on a CPU and runs with that attention backend. The original weights are given up.
+
+    With `is_int8`, which needs the compiled kernels and a float32 model, the weights of all linear layers are rounded to 8 bits.
+    """
+    assert not is_int8 or cpu_kernels.library() is not None
+    num_layers = swap_layers(model, is_int8) if backend == "cpu_native" else 0
+    return Packing(num_layers, pack_linears(model, is_int8), is_int8)

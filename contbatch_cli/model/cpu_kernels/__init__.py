@@ -1,4 +1,5 @@
 """Kernels in C for float32 models on a CPU: packed matrix products, attention over the paged cache, a decoder layer in one call.
+The weights of products may be of 8 bits.
 
 `library()` gives them, or None where they cannot be had (no compiler, no OpenMP runtime in the process); whoever uses them has
 another way. `CONTBATCH_KERNELS=off` in the environment turns them off.
@@ -11,10 +12,13 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_size_t, c_void_p
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -28,7 +32,10 @@ STORE, ADD, SILU_GATE, GELU_TANH_GATE = range(4)
 class Linear(Structure):
     """Mirrors `Linear` of gemm.h."""
 
-    _fields_ = [("packed", c_void_p), ("bias", c_void_p), ("k", c_int32), ("n", c_int32), ("epilogue", c_int32)]
+    _fields_ = [
+        *((name, c_void_p) for name in ("packed", "bias", "scales")),
+        *((name, c_int32) for name in ("k", "n", "epilogue")),
+    ]
 
 
 class AttentionShape(Structure):
@@ -63,6 +70,26 @@ class Layer(Structure):
     ]
 
 
+class PackedWeight(NamedTuple):
+    """A weight as the kernels read it; `scales`, one for each packed column, where it is of 8 bits."""
+
+    panels: torch.Tensor
+    scales: torch.Tensor | None
+
+
+def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight [N, K] as whole numbers of -127 to 127, int8, and the scale [N] of each row: symmetric, the largest at 127."""
+    scales = weight.abs().amax(dim=1) / 127
+    values = (weight / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round_().to(torch.int8)
+    return values.contiguous(), scales
+
+
+def _checked(weight: torch.Tensor) -> torch.Tensor:
+    weight = weight.detach().contiguous()
+    assert weight.dtype == torch.float32 and weight.device.type == "cpu"
+    return weight
+
+
 class Library:
     """The compiled functions. `panel` is the width in columns of a packed weight's panels."""
 
@@ -72,30 +99,48 @@ class Library:
         self._handle.contbatch_init(*(openmp or (None, None, None)))
         self._handle.contbatch_pack.argtypes = [c_void_p, c_int, c_int, c_void_p]
         self._handle.contbatch_pack.restype = None
+        self._handle.contbatch_pack_int8.argtypes = [c_void_p, c_int, c_int, c_void_p]
+        self._handle.contbatch_pack_int8.restype = None
         self._handle.contbatch_prefer_huge_pages.argtypes = [c_void_p, c_size_t]
         self._handle.contbatch_prefer_huge_pages.restype = None
         self.linear = self._handle.contbatch_linear
         self.linear.argtypes = [POINTER(Linear), c_void_p, c_int, c_void_p, c_void_p, c_int]
-        self.linear.restype = None
         self.attend = self._handle.contbatch_attend
         self.attend.argtypes = [POINTER(AttentionShape), POINTER(Step), *[c_void_p] * 7, c_int]
         self.layer = self._handle.contbatch_layer
         self.layer.argtypes = [POINTER(Layer), POINTER(Step), *[c_void_p] * 6, c_int]
 
-    def pack(self, *weights: torch.Tensor) -> list[torch.Tensor]:
-        """Each weight [N, K], float32, to panels [ceil(N / panel), K, panel], the last filled up with zeros.
-
-        They lie side by side in one allocation, on huge pages where the system gives them.
-        """
+    def pack(self, *weights: torch.Tensor) -> list[PackedWeight]:
+        """Each weight [N, K], float32, to panels [ceil(N / panel), K, panel], the last filled up with zeros."""
         shapes = [(-(-weight.shape[0] // self.panel), weight.shape[1], self.panel) for weight in weights]
-        memory = torch.empty(sum(n * k * width for n, k, width in shapes))
-        self.prefer_huge_pages(memory)
-        packed = [part.view(shape) for part, shape in zip(memory.split([n * k * w for n, k, w in shapes]), shapes, strict=True)]
+        packed = self._allocate(shapes, torch.float32)
         for weight, panels in zip(weights, packed, strict=True):
-            weight = weight.detach().contiguous()
-            assert weight.dtype == torch.float32 and weight.device.type == "cpu"
+            weight = _checked(weight)
             self._handle.contbatch_pack(weight.data_ptr(), *weight.shape, panels.data_ptr())
-        return packed
+        return [PackedWeight(panels, None) for panels in packed]
+
+    def pack_int8(self, *weights: torch.Tensor) -> list[PackedWeight]:
+        """Each weight [N, K], float32, rounded to 8 bits with a scale for each output column, as panels
+        [ceil(N / panel), ceil(K / 4), panel, 4]."""
+        shapes = [(-(-weight.shape[0] // self.panel), -(-weight.shape[1] // 4), self.panel, 4) for weight in weights]
+        packed = self._allocate(shapes, torch.uint8)
+        found = []
+        for weight, panels in zip(weights, packed, strict=True):
+            values, scales = quantised(_checked(weight))
+            self._handle.contbatch_pack_int8(values.data_ptr(), *values.shape, panels.data_ptr())
+            found.append(PackedWeight(panels, self.whole_panels(scales)))
+        return found
+
+    def _allocate(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Uninitialised tensors side by side in one allocation, on huge pages where the system gives them."""
+        sizes = [math.prod(shape) for shape in shapes]
+        memory = torch.empty(sum(sizes), dtype=dtype)
+        self.prefer_huge_pages(memory)
+        return [part.view(shape) for part, shape in zip(memory.split(sizes), shapes, strict=True)]
+
+    def whole_panels(self, values: torch.Tensor) -> torch.Tensor:
+        """One value for each output column [N], filled up with zeros to whole panels."""
+        return torch.nn.functional.pad(values.detach().float(), (0, -values.shape[0] % self.panel)).contiguous()
 
     def prefer_huge_pages(self, tensor: torch.Tensor) -> None:
         """Ask the system for huge pages under a tensor that nothing was written to yet: its reads then miss the TLB less."""

@@ -12,8 +12,9 @@
 typedef enum { STORE = 0, ADD = 1, SILU_GATE = 2, GELU_TANH_GATE = 3 } Epilogue;
 
 typedef struct {
-    const float *packed;
-    const float *bias; /* [N] or null; for the gates: in the packed order, filled up to whole panels */
+    const void *packed; /* float, or of 8 bits (int8.h) */
+    const float *bias;  /* [N] or null; for the gates: in the packed order, filled up to whole panels */
+    const float *scales; /* null for float weights; else one for each packed column, filled up to whole panels */
     int32_t k, n;      /* n: output columns (for the gates, half the packed columns) */
     int32_t epilogue;
 } Linear;
@@ -73,17 +74,22 @@ static const kernel_function kernels[TILE_ROWS + 1] = {
 #endif
 };
 
-/* What becomes of a tile [rows, PANEL] of sums: bias, then into `out` by the kind of linear. */
+/* What becomes of a tile [rows, PANEL] of sums: scales, bias, then into `out` by the kind of linear. */
 static void finish_tile(const Linear *linear, const float *tile, int rows, int panel, float *out, ptrdiff_t ldo,
                         const float *residual) {
     int gated = linear->epilogue >= SILU_GATE;
     int first = panel * (gated ? LANES : PANEL);
     int width = linear->n - first < (gated ? LANES : PANEL) ? linear->n - first : (gated ? LANES : PANEL);
     const float *bias = linear->bias ? linear->bias + (ptrdiff_t)panel * PANEL : 0;
+    const float *scales = linear->scales ? linear->scales + (ptrdiff_t)panel * PANEL : 0;
     for (int m = 0; m < rows; m++) {
         float result[PANEL] ALIGNED;
         float *row = out + m * ldo + first;
         vec low = load(tile + m * PANEL), high = load(tile + m * PANEL + LANES);
+        if (scales) {
+            low *= load(scales);
+            high *= load(scales + LANES);
+        }
         if (bias) {
             low += load(bias);
             high += load(bias + LANES);
@@ -106,32 +112,47 @@ static void finish_tile(const Linear *linear, const float *tile, int rows, int p
 
 static int second_level_cache_bytes(void);
 
-/* Rows of x that pass by one panel: together they take at most about a third of the second-level cache. */
-static int rows_per_block(int m_size, int k_size) {
-    int rows = second_level_cache_bytes() / 3 / (4 * k_size);
+/* How a product is cut into items: blocks of rows, each with each panel. */
+typedef struct {
+    int m_size, panels, rows, blocks;
+} Tiling;
+
+/* An item: `count` rows from `first` on, in `tiles` tiles of about the same height, times one panel. `step`: bytes of the next panel
+ * that are prefetched for each PANEL * 4 bytes of this one, so that all tiles together fetch it. */
+typedef struct {
+    int panel, first, count, tiles;
+    ptrdiff_t step;
+} Block;
+
+/* The rows of x, of `row_bytes` each, that pass by one panel take at most about a third of the second-level cache. */
+static Tiling tiling_of(const Linear *linear, int m_size, int row_bytes) {
+    int rows = second_level_cache_bytes() / 3 / row_bytes;
     if (rows < 4 * TILE_ROWS) rows = 4 * TILE_ROWS;
     int blocks = (m_size + rows - 1) / rows;
-    return (m_size + blocks - 1) / blocks;
+    return (Tiling){m_size, num_panels(linear), (m_size + blocks - 1) / blocks, blocks};
 }
 
-/* One phase: out [M, N] = x times the linear's weight; `residual` [M, N] is read by ADD, and may be `out`. */
-static void linear_phase(Worker *worker, const Linear *linear, const float *x, int m_size, float *out, const float *residual) {
+static Block block_of(const Tiling *tiling, int item) {
+    int first = item / tiling->panels * tiling->rows;
+    int count = tiling->m_size - first < tiling->rows ? tiling->m_size - first : tiling->rows;
+    int tiles = (count + TILE_ROWS - 1) / TILE_ROWS;
+    return (Block){item % tiling->panels, first, count, tiles, ((ptrdiff_t)(PANEL * 4 / tiles) + 63) / 64 * 64};
+}
+
+static void float_phase(Worker *worker, const Linear *linear, const float *x, int m_size, float *out, const float *residual) {
     float tile[TILE_ROWS * PANEL] ALIGNED;
-    int k = linear->k, n = linear->n, panels = num_panels(linear), rows = rows_per_block(m_size, k);
-    int num_blocks = (m_size + rows - 1) / rows, victim = 0, item;
+    Tiling tiling = tiling_of(linear, m_size, 4 * linear->k);
+    int k = linear->k, n = linear->n, victim = 0, item;
     size_t panel_size = (size_t)k * PANEL;
-    while ((item = next_item(worker, panels * num_blocks, &victim)) >= 0) {
-        int panel = item % panels, first = item / panels * rows;
-        int count = m_size - first < rows ? m_size - first : rows;
-        int tiles = (count + TILE_ROWS - 1) / TILE_ROWS;
-        const float *weights = linear->packed + panel * panel_size;
+    while ((item = next_item(worker, tiling.panels * tiling.blocks, &victim)) >= 0) {
+        Block block = block_of(&tiling, item);
+        const float *weights = (const float *)linear->packed + block.panel * panel_size;
         const char *next = (const char *)(weights + panel_size);
-        ptrdiff_t step = ((ptrdiff_t)(PANEL * 4 / tiles) + 63) / 64 * 64;
-        for (int t = 0; t < tiles; t++) {
-            int low = count * t / tiles, high = count * (t + 1) / tiles;
-            size_t row = (size_t)(first + low);
-            kernels[high - low](x + row * k, k, weights, PANEL, k, next + t * k * step, step, tile, PANEL, 0);
-            finish_tile(linear, tile, high - low, panel, out + row * n, n, residual + (residual ? row * n : 0));
+        for (int t = 0; t < block.tiles; t++) {
+            int low = block.count * t / block.tiles, high = block.count * (t + 1) / block.tiles;
+            size_t row = (size_t)(block.first + low);
+            kernels[high - low](x + row * k, k, weights, PANEL, k, next + t * k * block.step, block.step, tile, PANEL, 0);
+            finish_tile(linear, tile, high - low, block.panel, out + row * n, n, residual + (residual ? row * n : 0));
         }
     }
 }

@@ -4,6 +4,7 @@
 #include "team.h"
 #include "gemm.h"
 #include "attention.h"
+#include "int8.h"
 #include "layer.h"
 #include <sys/mman.h>
 #include <unistd.h>
@@ -28,7 +29,7 @@ static char *reserve(Buffer *buffer, size_t size) {
     return buffer->memory;
 }
 
-static Buffer units_buffer, rows_buffer, layer_buffer;
+static Buffer units_buffer, rows_buffer, layer_buffer, scratch_buffer;
 
 static int second_level_cache_bytes(void) {
     static int bytes;
@@ -59,6 +60,8 @@ int contbatch_panel(void) { return PANEL; }
 
 void contbatch_pack(const float *weight, int n, int k, float *packed) { pack_panels(weight, n, k, packed); }
 
+void contbatch_pack_int8(const int8_t *weight, int n, int k, uint8_t *packed) { pack_int8_panels(weight, n, k, packed); }
+
 /* Advice only: the part of `memory` that consists of whole huge pages of 2 MiB. */
 void contbatch_prefer_huge_pages(char *memory, size_t bytes) {
 #ifdef MADV_HUGEPAGE
@@ -73,20 +76,25 @@ typedef struct {
     const Linear *linear;
     const float *x, *residual;
     float *out;
+    char *scratch;
     int rows;
 } LinearCall;
 
 static void linear_body(void *worker, void *argument) {
     const LinearCall *call = argument;
-    linear_phase(worker, call->linear, call->x, call->rows, call->out, call->residual);
+    linear_phase(worker, call->linear, call->x, call->rows, call->out, call->residual, call->scratch);
 }
 
-/* out [M, N] = x [M, K] times the packed weight, plus bias; the epilogue may add `residual` [M, N] or gate. */
-void contbatch_linear(const Linear *linear, const float *x, int rows, float *out, const float *residual, int num_threads) {
-    LinearCall call = {linear, x, residual, out, rows};
+/* out [M, N] = x [M, K] times the packed weight, plus bias; the epilogue may add `residual` [M, N] or gate. 1 when
+ * done, 0 when there is no memory. */
+int contbatch_linear(const Linear *linear, const float *x, int rows, float *out, const float *residual, int num_threads) {
+    size_t scratch = linear_scratch(linear, rows);
     acquire();
-    team_run(&team, num_threads, 1, linear_body, &call);
+    LinearCall call = {linear, x, residual, out, scratch ? reserve(&scratch_buffer, scratch) : 0, rows};
+    int planned = !scratch || call.scratch;
+    if (planned) team_run(&team, num_threads, 2, linear_body, &call);
     release();
+    return planned;
 }
 
 /* Units and working memory of an attention. 0 when there is no memory. */
@@ -131,12 +139,21 @@ int contbatch_attend(const AttentionShape *shape, const Step *step, const float 
     return planned;
 }
 
+/* Bytes of working memory that any of the layer's linears needs. */
+static size_t layer_scratch(const Layer *layer, int rows) {
+    const Linear *linears[4] = {&layer->qkv, &layer->output, &layer->gate_up, &layer->down};
+    size_t most = 0;
+    for (int i = 0; i < 4; i++) most = linear_scratch(linears[i], rows) > most ? linear_scratch(linears[i], rows) : most;
+    return most;
+}
+
 /* One decoder layer: out [T, hidden] from hidden [T, hidden]. 1 when done, 0 when there is no memory. */
 int contbatch_layer(const Layer *layer, const Step *step, const float *hidden, const float *cosines, const float *sines,
                     float *key_cache, float *value_cache, float *out, int num_threads) {
     size_t tokens = step->num_tokens, sizes[4] = {layer->hidden, layer->qkv.n, layer->output.k, layer->gate_up.n};
     acquire();
     char *memory = reserve(&layer_buffer, sizeof(float) * tokens * (sizes[0] + sizes[1] + sizes[2] + sizes[3]) + 256);
+    size_t scratch = layer_scratch(layer, step->num_tokens);
     float *parts[4];
     for (int i = 0; i < 4; i++) {
         parts[i] = (float *)memory;
@@ -144,11 +161,11 @@ int contbatch_layer(const Layer *layer, const Step *step, const float *hidden, c
     }
     LayerCall call = {.layer = layer, .step = step, .hidden = hidden, .cosines = cosines, .sines = sines, .out = out,
                       .keys = key_cache, .values = value_cache, .normed = parts[0], .qkv = parts[1], .attended = parts[2],
-                      .gated = parts[3]};
+                      .gated = parts[3], .scratch = scratch ? reserve(&scratch_buffer, scratch) : 0};
     call.attention = (Attention){.shape = &layer->shape, .step = step, .keys = key_cache, .values = value_cache,
                                  .queries = {parts[1], layer->qkv.n, layer->shape.key_size}, .out = parts[2]};
-    int planned = layer_buffer.memory && plan_attention(&call.attention, num_threads);
-    if (planned) team_run(&team, num_threads, 8, layer_body, &call);
+    int planned = layer_buffer.memory && (!scratch || call.scratch) && plan_attention(&call.attention, num_threads);
+    if (planned) team_run(&team, num_threads, MAX_PHASES, layer_body, &call);
     release();
     return planned;
 }

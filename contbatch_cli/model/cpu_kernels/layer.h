@@ -18,6 +18,7 @@ typedef struct {
     const float *hidden, *cosines, *sines; /* [T, hidden], [T, rotary_size] twice */
     float *out, *keys, *values;
     float *normed, *qkv, *attended, *gated; /* working memory: [T, hidden], [T, (H + K) * D + K * E], [T, H * E], [T, intermediate] */
+    char *scratch;                          /* what one linear needs at a time */
     Attention attention;
 } LayerCall;
 
@@ -71,19 +72,19 @@ static void layer_body(void *worker_pointer, void *argument) {
     int tokens = call->step->num_tokens;
     norm_phase(worker, call, call->hidden, layer->attention_norm);
     barrier(worker);
-    linear_phase(worker, &layer->qkv, call->normed, tokens, call->qkv, 0);
+    linear_phase(worker, &layer->qkv, call->normed, tokens, call->qkv, 0, call->scratch);
     barrier(worker);
     place_phase(worker, call);
     barrier(worker);
     attention_phase(worker, &call->attention);
     barrier(worker);
-    linear_phase(worker, &layer->output, call->attended, tokens, call->out, call->hidden);
+    linear_phase(worker, &layer->output, call->attended, tokens, call->out, call->hidden, call->scratch);
     barrier(worker);
     norm_phase(worker, call, call->out, layer->mlp_norm);
     barrier(worker);
-    linear_phase(worker, &layer->gate_up, call->normed, tokens, call->gated, 0);
+    linear_phase(worker, &layer->gate_up, call->normed, tokens, call->gated, 0, call->scratch);
     barrier(worker);
-    linear_phase(worker, &layer->down, call->gated, tokens, call->out, call->out);
+    linear_phase(worker, &layer->down, call->gated, tokens, call->out, call->out, call->scratch);
 }
 
 #endif
