@@ -19,12 +19,13 @@
 
 /* `dot`: sums + products of a vector of quads of weights with one quad of inputs. Three ways, by what the processor has.
  *
- * WEIGHT_OFFSET is what packed weights are raised by, where the instruction takes one side without sign; `input` and PLACE are the
+ * WEIGHT_OFFSET is what packed weights are raised by, where the instruction takes one side without sign; `input` and ORDER are the
  * type and order in which a quad of inputs is kept. */
 #if (defined(__AVX512VNNI__) && LANES == 16) || (defined(__AVXVNNI__) && LANES == 8)
 #define WEIGHT_OFFSET 128
-#define PLACE {0, 1, 2, 3}
+#define ORDER {0, 1, 2, 3}
 typedef int8_t input;
+typedef int8_t inputs __attribute__((vector_size(LANES)));
 typedef ivec Quads;
 ALWAYS_INLINE Quads unpack(ivec weights) { return weights; }
 ALWAYS_INLINE ivec dot(ivec sums, Quads weights, const input *quad) {
@@ -39,8 +40,9 @@ ALWAYS_INLINE ivec dot(ivec sums, Quads weights, const input *quad) {
 
 #elif (defined(__AVX512BW__) && LANES == 16) || (defined(__AVX2__) && LANES == 8) || (defined(__SSE2__) && LANES == 4)
 #define WEIGHT_OFFSET 0
-#define PLACE {0, 2, 1, 3}
+#define ORDER {0, 2, 1, 3}
 typedef int16_t input;
+typedef int16_t inputs __attribute__((vector_size(LANES * 2)));
 typedef int16_t svec __attribute__((vector_size(LANES * 4)));
 typedef struct {
     svec even, odd; /* bytes 0 and 2 of each quad, bytes 1 and 3 */
@@ -63,8 +65,9 @@ ALWAYS_INLINE ivec dot(ivec sums, Quads weights, const input *quad) {
 
 #else
 #define WEIGHT_OFFSET 0
-#define PLACE {0, 1, 2, 3}
+#define ORDER {0, 1, 2, 3}
 typedef int16_t input;
+typedef int16_t inputs __attribute__((vector_size(LANES * 2)));
 typedef struct {
     ivec bytes[4];
 } Quads;
@@ -109,45 +112,73 @@ static size_t lay_out_quantised(int rows, int k, char *memory, Quantised *x) {
     return values + 2 * each;
 }
 
-/* One group, `x` [GROUP] filled up with zeros, of which `quads` are kept. A scale that is not finite makes the row's results so. */
-static void quantise_group(const float *x, int quads, input *values, float *scale, int32_t *correction) {
-    static const int place[4] = PLACE;
-    int32_t rounded[GROUP] ALIGNED, sum = 0;
-    vec top = {0}, undefined = {0};
+ALWAYS_INLINE int32_t largest_int(ivec v) {
+    int32_t part[LANES] ALIGNED;
+    memcpy(part, &v, sizeof v);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) part[i] = part[i] > part[i + width] ? part[i] : part[i + width];
+    return part[0];
+}
+
+ALWAYS_INLINE int32_t sum_ints(ivec v) {
+    int32_t part[LANES] ALIGNED;
+    memcpy(part, &v, sizeof v);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) part[i] += part[i + width];
+    return part[0];
+}
+
+/* One group, `x` [GROUP] filled up with zeros, to `values` [GROUP]. An input that is not finite makes the scale so. */
+ALWAYS_INLINE void quantise_group(const float *x, input *values, float *scale, int32_t *correction) {
+    ivec top = {0}, sums = {0};
     for (int i = 0; i < GROUP; i += LANES) {
-        vec v = load(x + i);
-        top = max_vec(max_vec(v, -v), top);
-        undefined += v * 0.0f;
+        ivec magnitude = (ivec)load(x + i) & 0x7fffffff; /* orders like the numbers, infinity and NaN last */
+        top = (top & (top > magnitude)) | (magnitude & ~(top > magnitude));
     }
-    float largest = max_lanes(top), inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
-    *scale = (inverse > 0.0f ? largest / 127.0f : 0.0f) + sum_lanes(undefined);
+    int32_t bits = largest_int(top);
+    float largest;
+    memcpy(&largest, &bits, sizeof largest);
+    int is_zero = largest <= 1e-30f;
+    float inverse = is_zero ? 0.0f : 127.0f / largest;
     const vec magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer, which its low bits then are */
     for (int i = 0; i < GROUP; i += LANES) {
-        ivec v = (ivec)(load(x + i) * inverse + magic) - (ivec)magic;
-        memcpy(rounded + i, &v, sizeof v);
+        ivec v = (ivec)multiply_add(load(x + i), splat(inverse), magic) - (ivec)magic;
+        inputs narrow = __builtin_convertvector(v, inputs);
+        memcpy(values + i, &narrow, sizeof narrow);
+        sums += v;
     }
-    for (int i = 0; i < GROUP; i++) sum += rounded[i];
-    for (int i = 0; i < 4 * quads; i++) values[i] = (input)rounded[(i & ~3) + place[i & 3]];
-    *correction = WEIGHT_OFFSET * sum;
+    *scale = is_zero ? 0.0f : largest / 127.0f;
+    *correction = WEIGHT_OFFSET * sum_ints(sums);
+}
+
+/* `values` [4 * quads] to the order of the inputs. */
+ALWAYS_INLINE void place(const input *values, int quads, input *to) {
+    static const int order[4] = ORDER;
+    if (order[1] == 1) memcpy(to, values, sizeof(input) * 4 * quads);
+    else
+        for (int i = 0; i < 4 * quads; i++) to[i] = values[(i & ~3) + order[i & 3]];
+}
+
+static void quantise_row(const float *x, int k, int row, const Quantised *to) {
+    for (int group = 0; group < to->groups; group++) {
+        float part[GROUP] ALIGNED;
+        input values[GROUP] ALIGNED;
+        int first = group * GROUP, count = k - first < GROUP ? k - first : GROUP;
+        size_t place_of_group = (size_t)row * to->groups + group;
+        const float *from = x + first;
+        if (count < GROUP) {
+            memset(part, 0, sizeof part);
+            memcpy(part, from, sizeof(float) * count);
+            from = part;
+        }
+        quantise_group(from, values, to->scales + place_of_group, to->corrections + place_of_group);
+        place(values, (count + 3) / 4, to->values + 4 * ((size_t)row * to->quads + first / 4));
+    }
 }
 
 static void quantise_phase(Worker *worker, const float *x, int rows, int k, const Quantised *to) {
     int victim = 0, row;
-    while ((row = next_item(worker, rows, &victim)) >= 0) {
-        for (int group = 0; group < to->groups; group++) {
-            float part[GROUP] ALIGNED;
-            int first = group * GROUP, count = k - first < GROUP ? k - first : GROUP;
-            size_t place = (size_t)row * to->groups + group;
-            const float *from = x + (size_t)row * k + first;
-            if (count < GROUP) {
-                memset(part, 0, sizeof part);
-                memcpy(part, from, sizeof(float) * count);
-                from = part;
-            }
-            quantise_group(from, (count + 3) / 4, to->values + 4 * ((size_t)row * to->quads + first / 4), to->scales + place,
-                           to->corrections + place);
-        }
-    }
+    while ((row = next_item(worker, rows, &victim)) >= 0) quantise_row(x + (size_t)row * k, k, row, to);
 }
 
 /* c [rows, PANEL] = the rows of x from `first` on, times one panel; one line of `prefetch` a quad. */
