@@ -134,6 +134,7 @@ def text_settings(effective: Effective, inputs: Inputs, model: TextModel, kind: 
         "model.revision": config.model.revision,
         "model.fingerprint": model.info.fingerprint,
         "model.dtype": dtype_name(config.model, kind, model.info),
+        "model.weights": config.model.weights if config.model.weights != "auto" else None,
         "model.adapters": {name: fingerprint(path) for name, path in sorted(model.adapters.items())} or None,
         "engine.deterministic": config.engine.deterministic,
         **{f"sampling.{name}": value for name, value in asdict(config.sampling).items()},
@@ -161,6 +162,8 @@ def device_memory(config: ModelConfig, info: ModelInfo) -> DeviceMemory:
 
 
 def weights_bytes(config: ModelConfig, kind: str, info: ModelInfo) -> int:
+    if config.weights == "int8":
+        return info.num_parameters + info.vocab_size * info.hidden_size * DTYPE_BYTES["float32"]
     return info.num_parameters * DTYPE_BYTES[dtype_name(config, kind, info)]
 
 
@@ -189,6 +192,11 @@ def dtype_name(config: ModelConfig, kind: str, info: ModelInfo) -> str:
     if kind == "cpu":
         return "float32"
     return info.weights_dtype if info.weights_dtype in DTYPE_BYTES else "bfloat16"
+
+
+def arithmetic_name(config: ModelConfig, kind: str, info: ModelInfo) -> str:
+    """What a step's time depends on besides the model and the device: the dtype, and whether weights are of 8 bits."""
+    return f"{dtype_name(config, kind, info)}{'-int8' if config.weights == 'int8' else ''}"
 
 
 def prepare_job(
@@ -349,6 +357,9 @@ def build_executor(job: Job) -> Executor:
     from contbatch_cli.model.verification import LoneRunner
 
     settings = job.config.model
+    is_int8 = settings.weights == "int8"
+    if is_int8:
+        _check_int8(job)
     if job.config.engine.deterministic:
         _refuse_adapters(job.model)
         settings = replace(settings, attention="deterministic")
@@ -357,8 +368,8 @@ def build_executor(job: Job) -> Executor:
     if job.config.engine.deterministic:
         model, tiles = make_deterministic(loaded.model, loaded.layers, loaded.dtype, job.sizes.token_budget)
         how = f"deterministic: {tiles}"
-    elif loaded.device.type == "cpu" and loaded.attention_choice in ("cpu", "cpu_native"):
-        how += f", {pack_model(model, loaded.attention_choice)}"
+    elif is_int8 or (loaded.device.type == "cpu" and loaded.attention_choice in ("cpu", "cpu_native")):
+        how += f", {pack_model(model, loaded.attention_choice, is_int8)}"
     _check_windows(job, loaded)
     own = WindowPool(job.windows.layers, job.sizes.num_window_blocks) if job.windows and not job.windows.are_all else None
     cache = KVCache(loaded.layers, job.sizes.num_blocks, job.sizes.block_size, loaded.dtype, loaded.device, own)
@@ -372,12 +383,19 @@ def build_executor(job: Job) -> Executor:
 
 
 def _plain(job: Job, loaded: LoadedModel) -> LoadedModel:
-    """The model with transformers' own layers: on a CPU, where they may have been swapped, it is loaded anew."""
+    """The model with transformers' own layers: on a CPU, where they may have been swapped, it is loaded anew.
+
+    Weights of 8 bits stay what they are: what is asked is whether the row is the same alone, not what they cost.
+    """
     from contbatch_cli.model.loading import load_model
+    from contbatch_cli.model.packing import pack_model
 
     if loaded.device.type != "cpu":
         return loaded
-    return load_model(job.model.info.path, replace(job.config.model, attention="reference"), job.model.adapters)
+    plain = load_model(job.model.info.path, replace(job.config.model, attention="reference"), job.model.adapters)
+    if job.config.model.weights == "int8":
+        pack_model(plain.model, "reference", is_int8=True)
+    return plain
 
 
 def _check_windows(job: Job, loaded: LoadedModel) -> None:
@@ -390,6 +408,23 @@ def _check_windows(job: Job, loaded: LoadedModel) -> None:
                 f"model: layer {layer} of {job.config.model.name} sees {'all' if window is None else f'{window:,}'} tokens, "
                 f"a window of {job.windows.window:,} was read from its config.json"
             )
+
+
+def _check_int8(job: Job) -> None:
+    """Raises UsageError, naming what is in the way, where weights of 8 bits cannot be had."""
+    from contbatch_cli.model import cpu_kernels
+
+    dtype = dtype_name(job.config.model, job.memory.kind, job.model.info)
+    reasons = {
+        f"run on a CPU only, and model.device is {job.memory.kind}": job.memory.kind != "cpu",
+        f"compute in float32, and model.dtype is {dtype}": dtype != "float32",
+        "cannot be had with engine.deterministic": job.config.engine.deterministic,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if reason is None and cpu_kernels.library() is None:
+        reason = "need the compiled kernels, which cannot be had here (a C compiler is missing, or CONTBATCH_KERNELS is off)"
+    if reason is not None:
+        raise UsageError(f"model.weights: int8 weights {reason}; set model.weights=auto")
 
 
 def _refuse_adapters(model: TextModel) -> None:

@@ -58,6 +58,9 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto", Rule("Type of weights and arithmetic. auto is float32 on a CPU without native bfloat16.")
     )
+    weights: Literal["auto", "int8"] = key(
+        "auto", Rule("Precision of the weights. auto is that of dtype; int8 rounds those of linear layers, on a CPU only.")
+    )
     attention: str = key("auto", Rule("Attention backend; auto takes the fastest that fits the device and the model."))
     trust_remote_code: bool = key(False, Rule("Whether Python code that a model repository brings along may run."))
     adapters: Mapping[str, str] = key(

@@ -57,8 +57,8 @@ def calibrate(config: ConfigFile = None, assignments: Assignments = None, model:
     batches = calibration_batches(limits, with_unsampled=memory.kind == "cpu")
     typer.echo(f"contbatch: {len(batches)} kinds of steps, at most {TIME_LIMIT_S:.0f} s", err=True)
     measured = measure(batches, runner)
-    dtype = build.dtype_name(effective.config.model, memory.kind, text_model.info)
-    cost = fit(measured, loop_costs(), f"measured on this machine ({memory.kind}, {os.cpu_count()} cores, {dtype})")
+    arithmetic = build.arithmetic_name(effective.config.model, memory.kind, text_model.info)
+    cost = fit(measured, loop_costs(), f"measured on this machine ({memory.kind}, {os.cpu_count()} cores, {arithmetic})")
     path = calibration_path(effective.config, text_model.info, memory.kind)
     store(path, cost)
     for line in report_lines(cost, measured):

@@ -14,6 +14,7 @@ from contbatch_cli.build import (
     Inputs,
     Job,
     TextModel,
+    arithmetic_name,
     build_engine,
     device_kind,
     device_memory,
@@ -128,7 +129,7 @@ def rehearsal_memory(config: Config, info: ModelInfo) -> DeviceMemory:
 
 def calibration_path(config: Config, info: ModelInfo, kind: str) -> Path:
     """Where the measured cost model of this model, type and device is kept."""
-    return cache_dir() / "calibrations" / f"{info.fingerprint[:16]}-{kind}-{dtype_name(config.model, kind, info)}.json"
+    return cache_dir() / "calibrations" / f"{info.fingerprint[:16]}-{kind}-{arithmetic_name(config.model, kind, info)}.json"
 
 
 def cost_model(config: Config, info: ModelInfo, kind: str) -> CostModel:

@@ -2,9 +2,10 @@
 
 Shape legend: M rows, K input features, N output features.
 
-Three kinds, the first that works here: the compiled kernels (float32 rows; the weight float32 or of 8 bits), oneDNN's packed weights through torch's private operators
-(tried on a small weight first, since they may change), and plain `torch.nn.Linear`. Linears that read the same input (query, key and
-value; gate and up) become one product: the first to be called computes all, the others hand out their slices of it.
+Three kinds, the first that works here: the compiled kernels (float32, with weights of 8 bits if asked for), oneDNN's packed weights
+through torch's private operators (tried on a small weight first, since they may change), and plain `torch.nn.Linear`. Linears that
+read the same input (query, key and value; gate and up) become one product: the first to be called computes all, the others hand out
+their slices of it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Whole jobs on a CPU, engine beside engine: interleaved runs, medians, ratios, and every token checked.
 
     python tests/benchmarks/throughput.py --model DIR [--workload w1 w2 long] [--runs 3] [--threads N] [--no-check]
-        [--peer NAME=PYTHON=MODEL]...
+        [--rows N] [--peer NAME=PYTHON=MODEL]... [--also KEY=VALUE]... [--reference-rows N] [--profile]
 
 Runs ours and transformers' static batches of 16; each `--peer` adds one that another Python environment has (`openvino`, `vllm`; the
-model it wants). Each engine is a process of its own (`peers.py`) which loads once and then runs the workload when its turn comes, so
+model it wants), each `--also` ours once more with that setting (`model.weights=int8`). `--reference-rows N` gives transformers the
+first N rows only: its speed is then that of these rows. `--profile` prints in which phases ours spends its time (`phases.py`). Each engine is a process of its own (`peers.py`) which loads once and then runs the workload when its turn comes, so
 that a machine which is slower for a while is so for all. Workloads: w1, 64 rows all different (8,286 prompt and 5,964 output tokens);
 w2, 32 rows with 256 tokens in common; long, 16 rows of 2,000 to 6,000 prompt tokens; or a file of rows.
 
@@ -38,15 +39,34 @@ class Measured(NamedTuple):
     outputs: dict[str, list[int]]
 
 
+class Contender(NamedTuple):
+    """An engine that takes part: its name in the table, what `peers.py` calls it, where it runs, what it is told besides.
+
+    With `num_rows` it gets the first so many rows only.
+    """
+
+    label: str
+    engine: str
+    python: str
+    model: str
+    extra: tuple[str, ...] = ()
+    num_rows: int | None = None
+
+    def rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return rows[: self.num_rows]
+
+
 class EngineProcess:
     """One engine, loaded, waiting for its turn."""
 
-    def __init__(self, name: str, python: str, model: str, workload: Path, threads: int, extra: list[str]) -> None:
-        self.name = name
-        command = [python, "-W", "ignore", str(HERE / "peers.py"), name, "--model", model, "--workload", str(workload)]
+    def __init__(self, contender: Contender, rows: list[dict[str, Any]], scratch: Path, threads: int) -> None:
+        self.name = contender.label
+        workload = scratch / "rows.jsonl" if contender.num_rows is None else scratch / "first_rows.jsonl"
+        write_rows(workload, contender.rows(rows))
+        command = [contender.python, "-W", "ignore", str(HERE / "peers.py"), contender.engine, "--model", contender.model]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         self._process = subprocess.Popen(
-            [*command, "--threads", str(threads), *extra],
+            [*command, "--workload", str(workload), "--threads", str(threads), *contender.extra],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -88,13 +108,16 @@ def long_rows() -> list[dict[str, Any]]:
     ]
 
 
-def workload_path(name: str, scratch: Path) -> Path:
+def workload_rows(name: str) -> list[dict[str, Any]]:
     if name == "long":
-        path = scratch / "long.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in long_rows()))
-        return path
+        return long_rows()
     bundled = HERE.parent / "workloads" / f"{name}.jsonl"
-    return bundled if bundled.exists() else Path(name)
+    lines = (bundled if bundled.exists() else Path(name)).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines if line.strip()]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def measure(engines: list[EngineProcess], runs: int) -> dict[str, Measured]:
@@ -123,72 +146,120 @@ class Check(NamedTuple):
     total: int
     worst: float
 
-
-def check(model_dir: str, rows: list[dict[str, Any]], outputs: dict[str, list[int]]) -> Check:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    gaps = []
-    for row in rows:
-        chosen = torch.tensor(outputs[row["id"]])
-        ids = torch.cat([torch.tensor(row["prompt_token_ids"]), chosen])
-        with torch.inference_mode():
-            logits = model(input_ids=ids[None], logits_to_keep=len(chosen) + 1).logits[0, :-1]
-        complete = len(chosen) == row["max_tokens"]
-        gap = (logits.max(dim=-1).values - logits.gather(1, chosen[:, None])[:, 0]).max()
-        gaps.append(float(gap) if complete else float("inf"))
-    return Check(sum(gap == 0 for gap in gaps), sum(gap <= NEAR_TIE for gap in gaps), len(rows), max(gaps))
+    def __str__(self) -> str:
+        return f"{self.near}/{self.total} ({self.exact} exactly, worst gap {self.worst:.1g})"
 
 
-def report(name: str, rows: list[dict[str, Any]], measured: dict[str, Measured], checks: dict[str, Check]) -> None:
-    prompt_tokens = sum(len(row["prompt_token_ids"]) for row in rows)
-    output_tokens = sum(row["max_tokens"] for row in rows)
-    ours = statistics.median(measured["contbatch"].wall_s)
-    print(f"\n{name}: {len(rows)} rows, {prompt_tokens:,} prompt and {output_tokens:,} output tokens")
-    print("| engine | s, median (all) | output tokens/s | against ours | CPU s | peak RSS MB | rows greedy by transformers |")
-    print("|---|---|---|---|---|---|---|")
-    for engine, found in measured.items():
-        median_s = statistics.median(found.wall_s)
-        walls = ", ".join(f"{wall:.1f}" for wall in found.wall_s)
-        judged = checks.get(engine)
-        verdict = (
-            "-" if judged is None else f"{judged.near}/{judged.total} ({judged.exact} exactly, worst gap {judged.worst:.1g})"
-        )
+class Judge:
+    """transformers' model in float32, which tells how far a row's tokens are from its own greedy choice."""
+
+    def __init__(self, model_dir: str) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self._torch = torch
+        self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        self._gaps: dict[tuple[int, ...], float] = {}
+
+    def check(self, rows: list[dict[str, Any]], outputs: dict[str, list[int]]) -> Check:
+        gaps = [self._gap(row, outputs[row["id"]]) for row in rows]
+        return Check(sum(gap == 0 for gap in gaps), sum(gap <= NEAR_TIE for gap in gaps), len(rows), max(gaps))
+
+    def _gap(self, row: dict[str, Any], output: list[int]) -> float:
+        """The largest distance between the best logit and the chosen one; infinite for an output of another length."""
+        if len(output) != row["max_tokens"]:
+            return float("inf")
+        ids = (*row["prompt_token_ids"], *output)
+        if ids not in self._gaps:
+            torch, chosen = self._torch, self._torch.tensor(output)
+            with torch.inference_mode():
+                logits = self._model(input_ids=torch.tensor([ids]), logits_to_keep=len(output) + 1).logits[0, :-1]
+            self._gaps[ids] = float((logits.max(dim=-1).values - logits.gather(1, chosen[:, None])[:, 0]).max())
+        return self._gaps[ids]
+
+
+def report(
+    name: str,
+    rows: list[dict[str, Any]],
+    contenders: list[Contender],
+    measured: dict[str, Measured],
+    checks: dict[str, Check],
+) -> None:
+    """A table. `against ours` is the time for an output token over ours."""
+    print(f"\n{name}: {len(rows)} rows, {num_prompt_tokens(rows):,} prompt and {num_output_tokens(rows):,} output tokens")
+    print(
+        "| engine | rows | s, median (all) | output tokens/s | against ours | CPU s | peak RSS MB | rows greedy by transformers |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    ours_s = statistics.median(measured[contenders[0].label].wall_s) / num_output_tokens(rows)
+    for contender in contenders:
+        found, own_rows = measured[contender.label], contender.rows(rows)
+        median_s, num_tokens = statistics.median(found.wall_s), num_output_tokens(own_rows)
         print(
-            f"| {engine} | {median_s:.2f} ({walls}) | {output_tokens / median_s:.1f} | {median_s / ours:.2f} x "
-            f"| {statistics.median(found.cpu_s):.1f} | {found.peak_rss_mb:,} | {verdict} |"
+            f"| {contender.label} | {len(own_rows)} | {median_s:.2f} ({', '.join(f'{wall:.1f}' for wall in found.wall_s)}) "
+            f"| {num_tokens / median_s:.1f} | {median_s / num_tokens / ours_s:.2f} x | {statistics.median(found.cpu_s):.1f} "
+            f"| {found.peak_rss_mb:,} | {checks.get(contender.label, '-')} |",
+            flush=True,
         )
+
+
+def num_prompt_tokens(rows: list[dict[str, Any]]) -> int:
+    return sum(len(row["prompt_token_ids"]) for row in rows)
+
+
+def num_output_tokens(rows: list[dict[str, Any]]) -> int:
+    return sum(row["max_tokens"] for row in rows)
+
+
+def contenders_of(arguments: argparse.Namespace) -> list[Contender]:
+    """Ours first."""
+    ours = Contender("contbatch", "contbatch", sys.executable, arguments.model)
+    found = [ours, *(ours._replace(label=f"contbatch, {also}", extra=("--set", also)) for also in arguments.also)]
+    if not arguments.without_transformers:
+        found.append(ours._replace(label="transformers", engine="transformers", num_rows=arguments.reference_rows))
+    for peer in arguments.peer:
+        name, python, model = peer.split("=", 2)
+        found.append(Contender(name, name, python, model))
+    return found
+
+
+def run_workload(name: str, arguments: argparse.Namespace, scratch: Path) -> None:
+    """Measure all engines on one workload, and print its table."""
+    rows, contenders = workload_rows(name)[: arguments.rows], contenders_of(arguments)
+    engines = [EngineProcess(contender, rows, scratch, arguments.threads) for contender in contenders]
+    for engine in engines:
+        print(f"  {engine.name}: ready in {engine.load_s:.1f} s", file=sys.stderr)
+    measured = measure(engines, arguments.runs)
+    for engine in engines:
+        engine.close()
+    checks: dict[str, Check] = {}
+    if not arguments.no_check:
+        judge = Judge(arguments.model)
+        checks = {c.label: judge.check(c.rows(rows), measured[c.label].outputs) for c in contenders}
+    report(name, rows, contenders, measured, checks)
+    if arguments.profile:
+        workload = scratch / "rows.jsonl"
+        command = [sys.executable, "-W", "ignore", str(HERE / "phases.py"), str(workload), "--model", arguments.model]
+        subprocess.run([*command, "--threads", str(arguments.threads)], check=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a Hugging Face directory")
     parser.add_argument("--workload", nargs="+", default=["w1", "w2", "long"])
+    parser.add_argument("--rows", type=int, help="the first so many rows of each workload, for all")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON=MODEL")
+    parser.add_argument("--also", action="append", default=[], metavar="KEY=VALUE", help="ours once more with this setting")
+    parser.add_argument("--reference-rows", type=int, metavar="N", help="transformers gets the first N rows only")
     parser.add_argument("--without-transformers", action="store_true")
     parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="print in which phases ours spends its time")
     arguments = parser.parse_args()
-    peers = [("contbatch", sys.executable, arguments.model)]
-    if not arguments.without_transformers:
-        peers.append(("transformers", sys.executable, arguments.model))
-    peers += [tuple(peer.split("=", 2)) for peer in arguments.peer]
     with tempfile.TemporaryDirectory() as scratch:
         for name in arguments.workload:
-            path = workload_path(name, Path(scratch))
-            rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-            engines = [EngineProcess(*peer, path, arguments.threads, []) for peer in peers]
-            for engine in engines:
-                print(f"  {engine.name}: ready in {engine.load_s:.1f} s", file=sys.stderr)
-            measured = measure(engines, arguments.runs)
-            for engine in engines:
-                engine.close()
-            checked = (
-                {} if arguments.no_check else {key: check(arguments.model, rows, m.outputs) for key, m in measured.items()}
-            )
-            report(name, rows, measured, checked)
+            run_workload(name, arguments, Path(scratch))
 
 
 if __name__ == "__main__":
