@@ -358,8 +358,7 @@ def build_executor(job: Job) -> Executor:
 
     settings = job.config.model
     is_int8 = settings.weights == "int8"
-    if is_int8:
-        _check_int8(job)
+    _check_int8(job)
     if job.config.engine.deterministic:
         _refuse_adapters(job.model)
         settings = replace(settings, attention="deterministic")
@@ -379,23 +378,18 @@ def build_executor(job: Job) -> Executor:
     splitting = SplittingRunner(runner, is_out_of_memory, lambda: release_unused(loaded.device))
     description = f"{loaded.dtype_choice} on {loaded.device_choice} ({loaded.device_choice.reason}), {how}"
     rules = (masks.stop_rule,) if masks is not None else ()
-    return Executor(splitting, description, rules, LoneRunner(lambda: _plain(job, loaded), masks).first_divergence)
+    # Inputs that are rounded to 8 bits make much of a rounding in another layer's code; the question is what the batch changes.
+    lone = LoneRunner(lambda: loaded, masks, loaded.backend) if is_int8 else LoneRunner(lambda: _plain(job, loaded), masks)
+    return Executor(splitting, description, rules, lone.first_divergence)
 
 
 def _plain(job: Job, loaded: LoadedModel) -> LoadedModel:
-    """The model with transformers' own layers: on a CPU, where they may have been swapped, it is loaded anew.
-
-    Weights of 8 bits stay what they are: what is asked is whether the row is the same alone, not what they cost.
-    """
+    """The model with transformers' own layers: on a CPU, where they may have been swapped, it is loaded anew."""
     from contbatch_cli.model.loading import load_model
-    from contbatch_cli.model.packing import pack_model
 
     if loaded.device.type != "cpu":
         return loaded
-    plain = load_model(job.model.info.path, replace(job.config.model, attention="reference"), job.model.adapters)
-    if job.config.model.weights == "int8":
-        pack_model(plain.model, "reference", is_int8=True)
-    return plain
+    return load_model(job.model.info.path, replace(job.config.model, attention="reference"), job.model.adapters)
 
 
 def _check_windows(job: Job, loaded: LoadedModel) -> None:
@@ -411,20 +405,24 @@ def _check_windows(job: Job, loaded: LoadedModel) -> None:
 
 
 def _check_int8(job: Job) -> None:
-    """Raises UsageError, naming what is in the way, where weights of 8 bits cannot be had."""
+    """Raises UsageError, naming what is in the way, where weights of 8 bits are asked for and cannot be had."""
+    config, kind = job.config, job.memory.kind
+    if config.model.weights != "int8":
+        return
     from contbatch_cli.model import cpu_kernels
 
-    dtype = dtype_name(job.config.model, job.memory.kind, job.model.info)
-    reasons = {
-        f"run on a CPU only, and model.device is {job.memory.kind}": job.memory.kind != "cpu",
-        f"compute in float32, and model.dtype is {dtype}": dtype != "float32",
-        "cannot be had with engine.deterministic": job.config.engine.deterministic,
-    }
-    reason = next((reason for reason, holds in reasons.items() if holds), None)
-    if reason is None and cpu_kernels.library() is None:
-        reason = "need the compiled kernels, which cannot be had here (a C compiler is missing, or CONTBATCH_KERNELS is off)"
-    if reason is not None:
-        raise UsageError(f"model.weights: int8 weights {reason}; set model.weights=auto")
+    dtype = dtype_name(config.model, kind, job.model.info)
+    if kind != "cpu":
+        reason = f"run on a CPU only, and model.device is {config.model.device} ({kind})"
+    elif dtype != "float32":
+        reason = f"compute in float32, and model.dtype is {dtype}"
+    elif config.engine.deterministic:
+        reason = "cannot be had with engine.deterministic"
+    elif cpu_kernels.library() is None:
+        reason = "need the compiled kernels, which are not there (no C compiler, or CONTBATCH_KERNELS is off)"
+    else:
+        return
+    raise UsageError(f"model.weights: int8 weights {reason}; set model.weights=auto")
 
 
 def _refuse_adapters(model: TextModel) -> None:

@@ -1,6 +1,7 @@
 """`--verify`: a finished row is run again alone, and the first place where its tokens differ is found.
 
-Alone means batch size 1, no prefix cache, the reference attention. Both runs have the same tokens up to the first difference, so the
+Alone means batch size 1, no prefix cache, the reference attention and transformers' own layers; with weights of 8 bits, the run's own
+kernels. Both runs have the same tokens up to the first difference, so the
 logits of the lone run there are those that the row would have had, and the gap between the two candidates says whether the batch
 only rounded differently.
 """
@@ -19,7 +20,7 @@ from contbatch_cli.core.kv_cache_manager import KVCacheManager
 from contbatch_cli.core.noise import gumbel
 from contbatch_cli.core.request import Request
 from contbatch_cli.core.scheduler import StallFreeScheduler
-from contbatch_cli.model.attention import reference
+from contbatch_cli.model.attention import AttentionBackend, backend_named
 from contbatch_cli.model.kv_cache import KVCache
 from contbatch_cli.model.loading import LoadedModel
 from contbatch_cli.model.runner import ModelRunner
@@ -41,14 +42,17 @@ class RecordingSampler:
 
 
 class LoneRunner:
-    """Runs finished requests again, one at a time, with transformers' own layers: those of the model that `load` gives.
+    """Runs finished requests again, one at a time, with the layers of the model that `load` gives and the attention `backend`.
 
     It is loaded for the first request. `masks` hold rows to their grammars, as in the run.
     """
 
-    def __init__(self, load: Callable[[], LoadedModel], masks: TokenMasks | None) -> None:
+    def __init__(
+        self, load: Callable[[], LoadedModel], masks: TokenMasks | None, backend: AttentionBackend | None = None
+    ) -> None:
         self._load = functools.cache(load)
         self._masks = masks
+        self._backend = backend or backend_named("reference")
 
     def first_divergence(self, finished: Request) -> Divergence | None:
         """None when the row has the same tokens alone."""
@@ -56,7 +60,7 @@ class LoneRunner:
         sampler = RecordingSampler(Sampler(loaded.vocab_size, loaded.device, self._masks))
         num_blocks = -(-finished.num_tokens // BLOCK_SIZE)
         cache = KVCache(loaded.layers, num_blocks, BLOCK_SIZE, loaded.dtype, loaded.device)
-        runner = ModelRunner(loaded.model, cache, reference, sampler, loaded.device, loaded.adapters)
+        runner = ModelRunner(loaded.model, cache, self._backend, sampler, loaded.device, loaded.adapters)
         kv = KVCacheManager(num_blocks, BLOCK_SIZE, prefix_caching=False)
         scheduler = StallFreeScheduler(kv, finished.num_tokens, 1, lambda request: None)
         sampling = replace(finished.sampling, max_tokens=finished.num_output_tokens)

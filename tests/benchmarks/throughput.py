@@ -5,9 +5,11 @@
 
 Runs ours and transformers' static batches of 16; each `--peer` adds one that another Python environment has (`openvino`, `vllm`; the
 model it wants), each `--also` ours once more with that setting (`model.weights=int8`). `--reference-rows N` gives transformers the
-first N rows only: its speed is then that of these rows. `--profile` prints in which phases ours spends its time (`phases.py`). Each engine is a process of its own (`peers.py`) which loads once and then runs the workload when its turn comes, so
-that a machine which is slower for a while is so for all. Workloads: w1, 64 rows all different (8,286 prompt and 5,964 output tokens);
-w2, 32 rows with 256 tokens in common; long, 16 rows of 2,000 to 6,000 prompt tokens; or a file of rows.
+first N rows only: its speed is then that of these rows. `--profile` prints in which phases ours spends its time (`phases.py`).
+
+Each engine is a process of its own (`peers.py`) which loads once and then runs the workload when its turn comes, so that a machine
+which is slower for a while is so for all. Workloads: w1, 64 rows all different (8,286 prompt and 5,964 output tokens); w2, 32 rows
+with 256 tokens in common; long, 16 rows of 2,000 to 6,000 prompt tokens; or a file of rows.
 
 The check is transformers' own: one pass over each row's prompt and output; a token is right if no other has a logit above its own by
 more than 1e-4. For greedy decoding that is equality with `generate`, near ties aside, which are counted.
