@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from contbatch_cli import build
+from contbatch_cli.cli.batch_run import collector_at_rest
 from contbatch_cli.config_files import load_config
 from contbatch_cli.data.detokenizer import StopStringRule
 from contbatch_cli.data.readers import InputOptions
@@ -107,12 +108,13 @@ def test_processor_time_per_token_does_not_grow_with_the_rows(tmp_path: Path, se
         found = []
         for _ in range(runs):
             job = job_of(tmp_path, num_rows, seats)
-            began_s = time.process_time()
-            job.run()
-            found.append((time.process_time() - began_s) / job.num_tokens)
+            with collector_at_rest():  # as in a run of the command
+                began_s = time.process_time()
+                job.run()
+                found.append((time.process_time() - began_s) / job.num_tokens)
         return min(found)
 
-    per_token = best_s(FEW, 5), best_s(MANY, 2)
+    per_token = best_s(FEW, 5), best_s(MANY, 3)
     assert per_token[1] < 2 * per_token[0], per_token
 
 

@@ -187,19 +187,20 @@ def report(
     measured: dict[str, Measured],
     checks: dict[str, Check],
 ) -> None:
-    """A table. `against ours` is the time for an output token over ours."""
+    """A table. `against ours` is the time for a token, prompt or output, over ours: for the same rows, the ratio of their times."""
     print(f"\n{name}: {len(rows)} rows, {num_prompt_tokens(rows):,} prompt and {num_output_tokens(rows):,} output tokens")
     print(
         "| engine | rows | s, median (all) | output tokens/s | against ours | CPU s | peak RSS MB | rows greedy by transformers |"
     )
     print("|---|---|---|---|---|---|---|---|")
-    ours_s = statistics.median(measured[contenders[0].label].wall_s) / num_output_tokens(rows)
+    ours_s = statistics.median(measured[contenders[0].label].wall_s) / (num_prompt_tokens(rows) + num_output_tokens(rows))
     for contender in contenders:
         found, own_rows = measured[contender.label], contender.rows(rows)
         median_s, num_tokens = statistics.median(found.wall_s), num_output_tokens(own_rows)
+        each_s = median_s / (num_prompt_tokens(own_rows) + num_tokens)
         print(
             f"| {contender.label} | {len(own_rows)} | {median_s:.2f} ({', '.join(f'{wall:.1f}' for wall in found.wall_s)}) "
-            f"| {num_tokens / median_s:.1f} | {median_s / num_tokens / ours_s:.2f} x | {statistics.median(found.cpu_s):.1f} "
+            f"| {num_tokens / median_s:.1f} | {each_s / ours_s:.2f} x | {statistics.median(found.cpu_s):.1f} "
             f"| {found.peak_rss_mb:,} | {checks.get(contender.label, '-')} |",
             flush=True,
         )

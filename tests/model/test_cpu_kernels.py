@@ -33,7 +33,7 @@ def linear(weight, bias, x, epilogue=cpu_kernels.STORE, residual=None, columns=N
     n = columns or weight.shape[0]
     padded = None if bias is None else torch.nn.functional.pad(bias, (0, -bias.shape[0] % LIBRARY.panel))
     described = cpu_kernels.Linear(
-        packed.data_ptr(), None if padded is None else padded.data_ptr(), weight.shape[1], n, epilogue
+        packed.panels.data_ptr(), None if padded is None else padded.data_ptr(), None, weight.shape[1], n, epilogue
     )
     out = torch.full((x.shape[0], n), float("nan"))
     added = None if residual is None else residual.data_ptr()

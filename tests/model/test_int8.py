@@ -25,6 +25,7 @@ from contbatch_cli.model.packed_linear import NativeLinear
 from contbatch_cli.model.packing import pack_model
 from contbatch_cli.sizing import DeviceMemory
 from tests.cli.scripted import read_records, write_model, write_rows
+from tests.model.test_lora import load, write_adapter
 from tests.model.tiny import Setting, draw_rows, llama_config, random_model, run_rows, shapes_of
 from tests.oracle import greedy_alone
 
@@ -140,7 +141,7 @@ def test_a_zero_row_of_weights_stays_zero():
 @pytest.mark.parametrize("backend", ["cpu_native", "cpu"])
 @torch.inference_mode()
 def test_a_packed_model_is_close_to_its_float_self(backend):
-    """Layers in one call, and layers of transformers over packed linears: logits of the last prompt token of each row."""
+    """Layers in one call, and layers of transformers over packed linears: the first token of each row."""
     rows = [(prompt, replace(params, logprobs=0)) for prompt, params in draw_rows(random.Random(2), 12, 30, 8)]
     setting = Setting(40, 9, 4, 200, backend=backend)
     outputs = []
@@ -156,6 +157,26 @@ def test_a_packed_model_is_close_to_its_float_self(backend):
     assert len(same) >= 8
     differences = [abs(outputs[0][i].logprob - outputs[1][i].logprob) for i in same]
     assert 0 < max(differences) < 0.5
+
+
+@needs_kernels
+def test_adapters_go_on_top_of_int8_weights(tmp_path):
+    """The prompts' log-probabilities move with int8 by little, with the adapter by much."""
+    rows = [(prompt, replace(params, logprobs=0, max_tokens=1)) for prompt, params in draw_rows(random.Random(3), 8, 20, 2)]
+
+    def logprobs(is_int8: bool, owner: str | None) -> torch.Tensor:
+        model = random_model(llama_config())
+        where = tmp_path / f"{is_int8}-{owner}"
+        paths = {"a": write_adapter(where, model, 4, 16, "q_proj down_proj lm_head")}
+        shapes, adapters = shapes_of(model), load(model, paths)
+        assert pack_model(model, "cpu_native", is_int8).num_linears > 4
+        setting = Setting(40, 9, 4, 200, backend="cpu_native")
+        scored = [(prompt, replace(params, prompt_logprobs=0)) for prompt, params in rows]
+        ran = run_rows(model, shapes, scored, setting, [owner] * len(rows), adapters)
+        return torch.tensor([one.logprob for request in ran.requests.values() for one in request.prompt_logprobs])
+
+    exact, close, plain = logprobs(False, "a"), logprobs(True, "a"), logprobs(True, None)
+    assert 0 < (close - exact).abs().mean() < 0.1 < (close - plain).abs().mean()
 
 
 @needs_kernels
