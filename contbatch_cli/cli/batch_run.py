@@ -92,6 +92,7 @@ def _run(asked: RunRequest, interrupts: Interrupts, stack: ExitStack, descriptor
         batch_run.prepare(replicas)
         build_executor = replicas.executor if replicas else build.build_executor
         executor = build_executor(batch_run.job) if batch_run.job.has_work else None
+        output.settle()
     gc.freeze()
     if executor is not None:
         batch_run.execute(executor)
@@ -139,7 +140,7 @@ class BatchRun:
         self._is_executing = False
         self._began_s = began_s
         options = asked.options
-        self._trace = TraceFile(options.trace, (*asked.inputs.sources, asked.output.name))
+        self._trace = TraceFile(options.trace, (*asked.inputs.sources, asked.output.name), self._complain)
         self.view: View = make_view(
             self._metrics,
             quiet=options.quiet,
@@ -162,6 +163,14 @@ class BatchRun:
 
     def _replica_lines(self) -> list[str]:
         return live_lines(self._replicas.states) if self._replicas is not None else []
+
+    def _complain(self, message: str) -> None:
+        """Says what went wrong, `--quiet` or not, without ending the run."""
+        text = f"contbatch: {message}"
+        if self._asked.options.quiet:
+            print_plain(text)
+        else:
+            self.view.message(text)
 
     def _name_of(self, index: int) -> str | int | None:
         return self.job.rows.name_of(index)

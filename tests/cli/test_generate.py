@@ -7,7 +7,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from contbatch_cli.errors import UsageError
 from contbatch_cli.trace import read_trace
+from tests.cli import scripted
 from tests.cli.scripted import call, generate, read_records, write_model, write_rows
 
 
@@ -298,6 +300,49 @@ def test_overwrite_takes_nothing_away_before_the_run_can_begin(run, tmp_path, op
     output.write_text("precious\n")
     assert run(source, "-o", output, "--overwrite", *options).status == 2
     assert output.read_text() == "precious\n"
+
+
+@pytest.mark.parametrize("quiet", [[], ["-q"]])
+@pytest.mark.parametrize("count", [4, 400])
+def test_a_trace_that_the_disk_does_not_take_costs_no_record(run, tmp_path, count, quiet):
+    source = file_of(tmp_path, *prompts(count, max_tokens=20), {"prompt": ""})
+    done = run(source, "-o", "out.jsonl", "--trace", "/dev/full", *quiet)
+    assert done.status == 1, done.errors
+    complaint = "contbatch: --trace /dev/full: No space left on device; the trace is incomplete"
+    assert done.errors.count(complaint) == 1
+    assert len(read_records(tmp_path / "out.jsonl")) == count + 1
+    assert run(file_of(tmp_path, "a"), "--trace", "/dev/full").status == 0
+
+
+def test_overwrite_keeps_the_old_output_until_the_model_is_loaded(run, tmp_path, monkeypatch):
+    source, output = file_of(tmp_path, *prompts(3), {"prompt": ""}), tmp_path / "out.jsonl"
+    old = {"out.jsonl": "precious\n", "out.jsonl.meta.json": "{}", "out.jsonl.pending": "waits\n", "run.trace": "old\n"}
+    for name, content in old.items():
+        (tmp_path / name).write_text(content)
+    with monkeypatch.context() as patched:
+        patched.setattr(scripted, "build_scripted_executor", no_such_device)
+        done = run(source, "-o", output, "--overwrite", "--trace", "run.trace")
+    assert (done.status, done.errors) == (2, "contbatch: model.device: no such device\n")
+    assert {name: (tmp_path / name).read_text() for name in old} == old
+    assert run(source, "-o", output, "--overwrite", "--order", "input", "--trace", "run.trace").status == 1
+    assert [record["index"] for record in read_records(output)] == [0, 1, 2, 3]
+    assert json.loads((tmp_path / "out.jsonl.meta.json").read_text())["version"] == 1
+    assert list(read_trace(tmp_path / "run.trace")[1])
+    assert not (tmp_path / "out.jsonl.pending").exists()
+
+
+def no_such_device(job):
+    raise UsageError("model.device: no such device")
+
+
+def test_overwrite_keeps_the_old_output_when_its_meta_file_cannot_be_written(run, tmp_path):
+    source, output = file_of(tmp_path, *prompts(3)), tmp_path / "out.jsonl"
+    output.write_text("precious\n")
+    (tmp_path / "out.jsonl.meta.json").write_text("{}")
+    (tmp_path / "out.jsonl.meta.json.tmp").mkdir()
+    done = run(source, "-o", output, "--overwrite")
+    assert done.status == 3 and "out.jsonl.meta.json: Is a directory" in done.errors
+    assert output.read_text() == "precious\n" and (tmp_path / "out.jsonl.meta.json").read_text() == "{}"
 
 
 def test_input_and_output_are_not_the_same_file(run, tmp_path):
