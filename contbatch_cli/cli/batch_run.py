@@ -31,7 +31,7 @@ from contbatch_cli.data.rows import RowFault
 from contbatch_cli.data.writer import ReaderGone
 from contbatch_cli.engine import IterationReport
 from contbatch_cli.errors import ContbatchError, EngineError, ExitStatus, UsageError
-from contbatch_cli.metrics import Metrics, RequestMetrics
+from contbatch_cli.metrics import Metrics, RequestMetrics, RowCounts
 from contbatch_cli.trace import header_line, iteration_line
 
 COLLECT_AFTER_OBJECTS = 1_000_000
@@ -232,6 +232,7 @@ class BatchRun:
 
     def finish(self, executor: build.Executor | None) -> ExitStatus:
         """The summary, and the finished rows that are to be verified."""
+        self._count_rows()
         self.view.finish(self._summary())
         if self._asked.options.verify and executor is not None:
             for line in verify(self._verified, executor, self._model.tokenizer.token_text):
@@ -254,7 +255,13 @@ class BatchRun:
             done = rows.finish(request)
             if done is not None:
                 self._record(done)
+        self._count_rows()
         self.view.iteration(report)
+
+    def _count_rows(self) -> None:
+        rows, recorder = self.job.rows, self.recorder
+        done = recorder.num_good + recorder.num_bad + recorder.num_cancelled
+        self._metrics.rows = RowCounts(done, recorder.num_bad, rows.num_rows if rows.is_read else None)
 
     def _record(self, done: DoneRow) -> None:
         """The record of a row whose last sample has ended; its metrics are its first sample's."""

@@ -45,7 +45,7 @@ class ReplicaTotals:
         if iteration.replica is None:
             return
         totals = self._totals.setdefault(iteration.replica, _Totals())
-        totals.rows += len(iteration.finished)
+        totals.rows += sum(request_id.sample == 0 for request_id in iteration.finished)
         totals.tokens += sum(run.samples for run in iteration.scheduled)
         totals.busy_s += iteration.elapsed_s
         totals.end_s = iteration.end_s

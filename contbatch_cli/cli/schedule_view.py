@@ -115,7 +115,7 @@ class IterationTable:
 def print_summary(console: Console, result: Result) -> None:
     """The schedule's figures, what its clock is worth, and its notes."""
     lines = [("makespan", f"{duration(result.metrics.elapsed_s)} ({result.schedule.clock})")]
-    lines += [("rows", f"{result.metrics.done:,} done, at most {result.metrics.peak_running:,} at once")]
+    lines += [("rows", f"{result.metrics.rows:,} done, at most {result.metrics.peak_running:,} requests at once")]
     lines += metric_lines(result.metrics)
     lines += [("note", note) for note in result.notes]
     console.print()

@@ -75,7 +75,10 @@ class ReplicaPool(Protocol):
 
 @dataclass(slots=True)
 class ReplicaState:
-    """What the latest reports of a replica say. `output_tokens` and `rows_done` count from the run's beginning."""
+    """What the latest reports of a replica say. `output_tokens` and `rows_done` count from the run's beginning.
+
+    A row counts with its first sample: its others may run elsewhere.
+    """
 
     replica: int
     seats: int
@@ -204,7 +207,7 @@ class ClusterEngine:
             if request is not None:
                 outcome.fill_in(request)
                 finished.append(request)
-        state.rows_done += len(finished)
+        state.rows_done += sum(request.request_id.sample == 0 for request in finished)
         return self._summed_report(
             replica, batch, finished, digest.token_budget, digest.start_s - self._began_s, digest.elapsed_s
         )

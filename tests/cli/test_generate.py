@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -194,6 +195,17 @@ def test_several_samples_of_one_row(run, tmp_path):
     assert record["text"] == record["choices"][0]["text"]
     assert "choices" not in done.records[1]
     assert "2 good, 0 bad" in done.errors
+
+
+def test_progress_counts_rows_not_samples_and_bad_rows_too(run, model, tmp_path):
+    rows = [{"prompt": f"row {index}", "n": 3, "temperature": 1.0, "max_tokens": 5} for index in range(4)]
+    done = run(file_of(tmp_path, *rows, {"prompt": ""}))
+    assert "\n5/5 done (1 bad), " in done.errors
+    rehearsed = call("inspect-schedule", "-m", model, "rows.jsonl")
+    assert b"rows      4 done, at most 12 requests at once" in rehearsed.output
+    shared = call("inspect-schedule", "-m", model, "rows.jsonl", "--replicas", 2)
+    counts = [int(count) for count in re.findall(rb"replica \d: (\d+) rows?,", shared.output)]
+    assert len(counts) == 2 and sum(counts) == 4
 
 
 def test_duplicates_fan_out_and_the_summary_says_what_that_saved(run, tmp_path):
