@@ -86,6 +86,15 @@ def test_a_resume_that_is_refused_says_what_to_do(job: Path) -> None:
     assert "--overwrite starts anew" in refused(*run, "--resume")
 
 
+def test_a_revision_of_what_has_none(job: Path) -> None:
+    Path("some.gguf").write_bytes(b"GGUF")
+    for name, kind in (("model", "a directory"), ("smollm2-135m-instruct", "a built-in name"), ("some.gguf", "a file")):
+        for command in ("generate", "inspect-schedule"):
+            line = refused(command, "rows.jsonl", "-m", name, "--set", "model.revision=v1")
+            assert f"model {name!r}: is {kind} and has no revision 'v1'" in line
+    assert "has no revision" in refused("models", "pull", "model", "--revision", "main")
+
+
 def test_a_device_that_is_not_there(job: Path) -> None:
     import torch
 
