@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -147,6 +148,8 @@ def claim_standard_output(options: OutputOptions) -> int:
     """
     if options.name == STANDARD_OUTPUT and not _is_open(STDOUT):
         raise UsageError("standard output is closed: use -o FILE")
+    if not _is_open(STDOUT):
+        sys.stdout = sys.stderr
     for descriptor in (STDIN, STDOUT, STDERR):
         if not _is_open(descriptor):
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)

@@ -112,7 +112,9 @@ def resolve(name: str, revision: str | None = None, *, progress: Progress = prin
     path = Path(name).expanduser()
     if revision is not None and (name in BUILTIN or path.exists()):
         kind = "a built-in name" if name in BUILTIN else "a directory" if path.is_dir() else "a file"
-        raise UsageError(f"model {name!r}: is {kind} and has no revision {revision!r}: leave model.revision out, or name a hub id")
+        raise UsageError(
+            f"model {name!r}: is {kind} and has no revision {revision!r}: leave model.revision out, or name a hub id"
+        )
     if name in BUILTIN:
         return _resolve_builtin(BUILTIN[name], progress)
     if path.is_dir():
