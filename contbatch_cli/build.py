@@ -45,6 +45,7 @@ from contbatch_cli.sizing import (
     most_blocks,
     resolve_sizes,
 )
+from contbatch_cli.units import counted
 
 if TYPE_CHECKING:
     from contbatch_cli.model.grammar import LazyGrammarMasks
@@ -386,7 +387,7 @@ def _check_windows(job: Job, loaded: LoadedModel) -> None:
         window = loaded.windows[layer]
         if window is None or window > job.windows.window:
             raise UsageError(
-                f"model: layer {layer} of {job.config.model.name} sees {'all' if window is None else f'{window:,}'} tokens, "
+                f"model: layer {layer} of {job.config.model.name} sees {'all tokens' if window is None else counted(window, 'token')}, "
                 f"a window of {job.windows.window:,} was read from its config.json"
             )
 
@@ -437,7 +438,7 @@ def header_lines(job: Job, executor: Executor) -> list[str]:
         f"model     {job.config.model.name}, {executor.description}{_adapters_clause(job.model)}",
         f"schedule  {job.config.scheduler.policy}, budget {sizes.token_budget:,} ({reasons['scheduler.token_budget']}), "
         f"batch {sizes.max_batch_size:,} ({reasons['scheduler.max_batch_size']}), order {job.order.value} ({job.order.reason})",
-        f"cache     {sizes.num_blocks:,} blocks of {sizes.block_size} = {tokens:,} tokens "
+        f"cache     {counted(sizes.num_blocks, 'block')} of {sizes.block_size} = {counted(tokens, 'token')} "
         f"({reasons['cache.num_blocks']}){_windows_clause(job)}, prefix cache {caching}",
     ]
 
@@ -447,8 +448,8 @@ def _windows_clause(job: Job) -> str:
     if windows is None:
         return ""
     if windows.are_all:
-        return f", for the last {windows.window:,} tokens of each row"
-    own = f"{job.sizes.num_window_blocks:,} for {len(windows.layers)} of {windows.num_layers} layers"
+        return f", for the last {counted(windows.window, 'token')} of each row"
+    own = f"{job.sizes.num_window_blocks:,} for {len(windows.layers)} of {counted(windows.num_layers, 'layer')}"
     return f", {own} with a window of {windows.window:,}"
 
 

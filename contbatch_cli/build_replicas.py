@@ -30,6 +30,7 @@ from contbatch_cli.engine import Clock, Engine
 from contbatch_cli.errors import UsageError
 from contbatch_cli.simulate import OutputScript, SimulatedClock, SimulatedRunner
 from contbatch_cli.sizing import DeviceMemory, Sizes
+from contbatch_cli.units import counted
 
 Say = Callable[[str], None]
 
@@ -119,9 +120,8 @@ class Replicas:
         """Lets the replicas load; done once the first of them has."""
         description = self._pool.load(job.sizes)
         share = self._pool.share
-        each = "a GPU each" if share.kind == "cuda" else f"{share.num_threads} threads each"
-        replicas = "1 replica" if share.num_replicas == 1 else f"{share.num_replicas} replicas"
-        text = f"{replicas}, {each}: {description}"
+        each = "a GPU each" if share.kind == "cuda" else f"{counted(share.num_threads, 'thread')} each"
+        text = f"{counted(share.num_replicas, 'replica')}, {each}: {description}"
         return Executor(None, text, make_engine=self._make_engine, first_divergence=self._pool.first_divergence)
 
     def _make_engine(self, job: Job, clock: Clock) -> Engine:

@@ -15,6 +15,7 @@ from contbatch_cli.core.batch import BatchResult, ScheduledBatch, ScheduledSeque
 from contbatch_cli.core.request import Finish, FinishReason, Request, RequestId, SamplingParams
 from contbatch_cli.cost_model import CostModel
 from contbatch_cli.errors import UsageError
+from contbatch_cli.units import counted
 
 
 class SimulatedClock:
@@ -79,7 +80,7 @@ class OutputScript:
         except OSError as error:
             raise UsageError(f"--output-lengths @{path}: {error.strerror}") from error
         script = cls(None, known)
-        script.description = f"{path} ({len(known):,} outputs)"
+        script.description = f"{path} ({counted(len(known), 'output')})"
         return script
 
     def again(self) -> OutputScript:

@@ -31,6 +31,7 @@ from contbatch_cli.engine import InferenceEngine
 from contbatch_cli.errors import EngineError, UsageError
 from contbatch_cli.simulate import OutputScript, SimulatedClock, SimulatedRunner
 from contbatch_cli.sizing import DeviceMemory, block_size_of, most_blocks
+from contbatch_cli.units import counted
 
 if TYPE_CHECKING:
     from contbatch_cli.engine import Runner
@@ -58,7 +59,8 @@ def calibrate(config: ConfigFile = None, assignments: Assignments = None, model:
     typer.echo(f"contbatch: {len(batches)} kinds of steps, at most {TIME_LIMIT_S:.0f} s", err=True)
     measured = measure(batches, runner)
     dtype = build.dtype_name(effective.config.model, memory.kind, text_model.info)
-    cost = fit(measured, loop_costs(), f"measured on this machine ({memory.kind}, {os.cpu_count()} cores, {dtype})")
+    machine = f"{memory.kind}, {counted(os.cpu_count() or 1, 'core')}, {dtype}"
+    cost = fit(measured, loop_costs(), f"measured on this machine ({machine})")
     path = calibration_path(effective.config, text_model.info, memory.kind)
     store(path, cost)
     for line in report_lines(cost, measured):

@@ -22,6 +22,7 @@ from contbatch_cli.data.prepare import PreparedRow
 from contbatch_cli.data.rows import ChatPrompt, Row, RowFault, TextPrompt
 from contbatch_cli.errors import ExitStatus
 from contbatch_cli.sizing import DeviceMemory, Sizes
+from contbatch_cli.units import counted
 
 SHOWN_FAULTS = 3
 BAR_CELLS = 30
@@ -211,7 +212,8 @@ def _rows_lines(dry_run: DryRun) -> Iterator[str]:
         for fault in dry_run.first_faults[code]:
             yield f"    {fault.placed_message}"
     if any(dry_run.faults[code] for code in TOO_BIG):
-        yield f"too big   {sum(dry_run.faults[code] for code in TOO_BIG):,} rows do not fit the context or the cache"
+        num_too_big = sum(dry_run.faults[code] for code in TOO_BIG)
+        yield f"too big   {counted(num_too_big, 'row')} beyond the context or the cache"
 
 
 def _prompt_lines(dry_run: DryRun, ascii_only: bool) -> Iterator[str]:
@@ -220,20 +222,21 @@ def _prompt_lines(dry_run: DryRun, ascii_only: bool) -> Iterator[str]:
         return
     total = sum(length * count for length, count in lengths.lengths.items())
     middle = f"median {lengths.percentile(50):,}, p99 {lengths.percentile(99):,}"
-    yield f"prompts   {total:,} tokens: least {min(lengths.lengths):,}, {middle}, most {max(lengths.lengths):,}"
+    yield f"prompts   {counted(total, 'token')}: least {min(lengths.lengths):,}, {middle}, most {max(lengths.lengths):,}"
     most = max(lengths.buckets.values())
     for bucket in range(min(lengths.buckets), max(lengths.buckets) + 1):
         bounds = f"{1 << bucket:,}" + (f" to {(2 << bucket) - 1:,}" if bucket else "")
         count = lengths.buckets[bucket]
         yield f"  {bounds:>18} {bar(count / most, BAR_CELLS, ascii_only)} {count:,}"
-    yield f"outputs   at most {dry_run.work.output_tokens:,} tokens in {dry_run.work.num_requests:,} requests"
+    work = dry_run.work
+    yield f"outputs   at most {counted(work.output_tokens, 'token')} in {counted(work.num_requests, 'request')}"
 
 
 def _saving_lines(dry_run: DryRun) -> Iterator[str]:
     work = dry_run.work
-    shares = f"{work.shared_tokens:,} of {work.prompt_tokens:,} prompt tokens stand in shared prefixes"
-    duplicates = f"{dry_run.duplicates:,} duplicates need no run (at most {dry_run.duplicate_tokens:,} tokens)"
-    yield f"saved     {shares}; {duplicates}"
+    shares = f"{work.shared_tokens:,} of {counted(work.prompt_tokens, 'prompt token')} in shared prefixes"
+    saved = counted(dry_run.duplicate_tokens, "token")
+    yield f"saved     {shares}; {counted(dry_run.duplicates, 'duplicate')} not to be run (at most {saved})"
 
 
 def _cache_lines(work: Work, sizes: Sizes, block_bytes: int) -> Iterator[str]:
@@ -241,7 +244,7 @@ def _cache_lines(work: Work, sizes: Sizes, block_bytes: int) -> Iterator[str]:
     blocks = [-(-tokens // sizes.block_size) for tokens in work.largest]
     needed, largest = sum(blocks), max(blocks, default=0)
     yield (
-        f"cache     {needed:,} blocks of {sizes.block_size} ({_bytes(needed * block_bytes)}) for a batch of the largest rows, "
+        f"cache     {counted(needed, 'block')} of {sizes.block_size} ({_bytes(needed * block_bytes)}) for a batch of the largest rows, "
         f"{largest:,} for the largest; the run has {sizes.num_blocks:,} ({_bytes(sizes.num_blocks * block_bytes)}, "
         f"{sizes.reasons['cache.num_blocks']})"
     )

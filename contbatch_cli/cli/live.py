@@ -33,6 +33,7 @@ from contbatch_cli.cli.summary import RunSummary, summary_lines
 from contbatch_cli.engine import IterationReport
 from contbatch_cli.metrics import Metrics, RowCounts
 from contbatch_cli.trace import NameOf, iteration_of, no_name
+from contbatch_cli.units import counted
 
 REDRAWS_PER_S = 8
 COST_SHARE = 0.01
@@ -188,7 +189,7 @@ def progress_words(metrics: Metrics, report: IterationReport) -> list[str]:
     if metrics.total_requests is not None:
         words.append(f"{clock_time(snapshot.time_left_s)} left")
     words += [f"{report.num_running:,} running", f"{report.num_waiting:,} waiting"]
-    return [*words, f"{snapshot.output_tokens:,} output tokens"]
+    return [*words, counted(snapshot.output_tokens, "output token")]
 
 
 def _done_words(rows: RowCounts) -> str:
@@ -315,9 +316,9 @@ class LiveTable:
             first.append(bar(rows.done / rows.total, 20 if width >= 100 else 10, self._ascii_only) + " ", "green")
         first.append(join_fitting(progress_words(self._metrics, report), width - first.cell_len))
         words = [f"ITL {duration(snapshot.itl_p50_s)}, p99 {duration(snapshot.itl_p99_s)}"]
-        words += [f"budget use {snapshot.budget_use:.0%}", f"peak {snapshot.peak_blocks:,} blocks"]
-        words += [f"{snapshot.preemptions:,} preemptions"] if snapshot.preemptions else []
-        words += [f"{snapshot.cached_tokens:,} prompt tokens from the cache"] if snapshot.cached_tokens else []
+        words += [f"budget use {snapshot.budget_use:.0%}", f"peak {counted(snapshot.peak_blocks, 'block')}"]
+        words += [counted(snapshot.preemptions, "preemption")] if snapshot.preemptions else []
+        words += [f"{counted(snapshot.cached_tokens, 'prompt token')} from the cache"] if snapshot.cached_tokens else []
         more = [Text(crop(line, width), "dim") for line in self._more_lines()]
         return [first, Text(join_fitting(words, width), "dim"), *more]
 

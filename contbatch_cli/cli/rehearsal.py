@@ -35,6 +35,7 @@ from contbatch_cli.engine import Engine
 from contbatch_cli.simulate import OutputScript, SimulatedClock, SimulatedRunner
 from contbatch_cli.sizing import DeviceMemory
 from contbatch_cli.trace import TraceIteration, header_fields, iteration_of
+from contbatch_cli.units import counted
 
 ASSUMED_GPU_BYTES = 40 * 2**30
 
@@ -108,10 +109,10 @@ def _notes(config: Config, memory: DeviceMemory, script: OutputScript, faults: S
     """What the reader of the figures should know; complete once the schedule was walked."""
     notes = [f"output lengths: {script.description}"]
     if script.known and script.num_unknown:
-        notes.append(f"{script.num_unknown:,} rows are not in that file: taken to be as long as max_tokens allows")
+        notes.append(f"{counted(script.num_unknown, 'row')} not in that file, taken to be as long as max_tokens allows")
     if faults:
         first = f"row {faults[0].index}: {faults[0].code}"
-        notes.append(f"{len(faults):,} rows cannot run and are left out (the first, {first})")
+        notes.append(f"{counted(len(faults), 'row')} left out, which cannot run (the first, {first})")
     if memory.kind == "cuda" and config.cache.num_blocks == "auto":
         notes.append(
             f"GPU memory is taken as {memory.free_bytes / 2**30:.0f} GiB free; cache.num_blocks or cache.memory sets it"

@@ -19,6 +19,7 @@ from contbatch_cli.core.job_order import JobQueue
 from contbatch_cli.core.request import Request
 from contbatch_cli.engine import Clock, IterationReport
 from contbatch_cli.errors import EngineError
+from contbatch_cli.units import counted
 
 STRETCH_S = 0.1
 """How long a replica runs before it reports."""
@@ -221,8 +222,8 @@ class ClusterEngine:
         num_sent = self._dispatcher.num_sent_to(replica)
         given_up = self._dispatcher.leave(replica)
         self._set_state(replica, 0)
-        fate = f", {len(given_up)} are given up" if given_up else ""
-        self._say(f"replica {replica} was lost: {event.reason}; {num_sent - len(given_up)} of its rows run again{fate}")
+        fate = f", {len(given_up)} given up" if given_up else ""
+        self._say(f"replica {replica} was lost: {event.reason}; {counted(num_sent - len(given_up), 'row')} to run again{fate}")
         for request in given_up:
             lost_outcome(request, self._max_attempts).fill_in(request)
         if given_up:

@@ -26,6 +26,7 @@ from contbatch_cli.data.row_table import RowTable
 from contbatch_cli.data.rows import Row, RowFault
 from contbatch_cli.data.run_meta import put_meta, refuse_other_settings, write_meta, written_meta
 from contbatch_cli.errors import EngineError, UsageError
+from contbatch_cli.units import counted
 
 Order = Literal["completion", "input"]
 _ROW_HASH = re.compile(r"[0-9a-f]{16}")
@@ -226,7 +227,7 @@ def _compare(
     for index in plan.hashes.indices():
         if index >= num_rows:
             if not rerun_changed:
-                only = f"the output has a record of row {index}, the input has only {num_rows:,} rows"
+                only = f"the output has a record of row {index}, the input has only {counted(num_rows, 'row')}"
                 raise UsageError(f"--resume: {only}; --rerun-changed drops what is gone")
             _give_up(plan, places, index)
 

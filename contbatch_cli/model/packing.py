@@ -9,6 +9,7 @@ from torch import nn
 from contbatch_cli.model import cpu_kernels
 from contbatch_cli.model.native_layer import swap_layers
 from contbatch_cli.model.packed_linear import pack_linears
+from contbatch_cli.units import counted
 
 
 class Packing(NamedTuple):
@@ -19,7 +20,7 @@ class Packing(NamedTuple):
 
     def __str__(self) -> str:
         kind = "compiled kernels" if cpu_kernels.library() is not None else "oneDNN"
-        return f"{self.num_layers} layers native, {self.num_linears} weights packed ({kind})"
+        return f"{counted(self.num_layers, 'layer')} native, {counted(self.num_linears, 'weight')} packed ({kind})"
 
 
 def pack_model(model: nn.Module, backend: str) -> Packing:

@@ -51,14 +51,14 @@ def test_prompt_lengths_and_savings(model, tmp_path):
     assert counts == {"4 to 7": 4, "8 to 15": 0, "16 to 31": 0, "32 to 63": 10}
     assert line(text, "outputs") == "outputs   at most 103 tokens in 11 requests"
     assert line(text, "saved") == (
-        f"saved     {9 * 32} of 365 prompt tokens stand in shared prefixes; 3 duplicates need no run (at most 24 tokens)"
+        f"saved     {9 * 32} of 365 prompt tokens in shared prefixes; 3 duplicates not to be run (at most 24 tokens)"
     )
 
 
 def test_rows_that_do_not_fit(model, tmp_path):
     rows = [{"prompt": "x" * 100, "max_tokens": 100}, {"prompt": "x", "max_tokens": 512}, {"prompt": "y", "max_tokens": 4}]
     text = report(model, write_rows(tmp_path / "rows.jsonl", rows), "--set", "cache.num_blocks=8", status=1)
-    assert line(text, "too big") == "too big   2 rows do not fit the context or the cache"
+    assert line(text, "too big") == "too big   2 rows beyond the context or the cache"
     assert "  exceeds_kv_cache: 1\n" in text and "  prompt_too_long: 1\n" in text
     assert "1 for the largest; the run has 8 (" in line(text, "cache")
 

@@ -222,7 +222,7 @@ def test_runaway_rows_are_counted_and_stopped_where_asked(run, tmp_path):
     source = file_of(tmp_path, {"prompt": "a", "max_tokens": 100}, {"prompt": "b", "max_tokens": 63})
     done = run(source, LOOPS=1)
     assert [record["finish_reason"] for record in done.records] == ["length", "length"]
-    assert "1 rows ran on repeating themselves" in done.errors
+    assert "1 row ran on, repeating the same tokens" in done.errors
     stopped = run(source, "--set", "sampling.stop_on_repetition=true", LOOPS=1)
     assert stopped.records[0]["finish_reason"] == "stop" and stopped.records[0]["stop_reason"] == "repetition"
     assert stopped.records[0]["usage"]["completion_tokens"] == 64
