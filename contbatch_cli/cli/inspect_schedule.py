@@ -66,7 +66,10 @@ def inspect_schedule(
         list[str] | None, typer.Option("--sweep", metavar="KEY=V1,V2,...", help="One schedule for each value. Repeatable.")
     ] = None,
     output_lengths: Annotated[
-        str, typer.Option("--output-lengths", metavar="max|MEAN|@FILE", help="How long outputs are; @FILE: an earlier output.")
+        str,
+        typer.Option(
+            "--output-lengths", metavar="max|MEAN|@FILE", help="How long outputs are; MEAN: drawn; @FILE: an earlier output."
+        ),
     ] = "max",
     json_lines: Annotated[bool, typer.Option("--json", help="The trace format on standard output, nothing else.")] = False,
     plot: Annotated[
