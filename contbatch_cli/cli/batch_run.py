@@ -219,7 +219,8 @@ class BatchRun:
         num_rows = job.rows.num_rows if job.rows.is_read else None
         self.view.start(RunHeader(tuple(build.header_lines(job, executor)), num_rows))
         if self._trace.is_wanted:
-            self._trace.write(header_line(build.resolved_config(job), asdict(job.memory), num_rows))
+            unlike = {"rehearsable": False} if job.rows.is_live else {}
+            self._trace.write(header_line(build.resolved_config(job), asdict(job.memory), num_rows, **unlike))
         engine = build.engine_of(job, executor, build.stop_rule(self._texts, executor), time.monotonic)
         try:
             for report in engine.run():

@@ -51,6 +51,7 @@ from contbatch_cli.simulate import OutputScript
 from contbatch_cli.trace import TraceIteration, format_header, format_iteration, read_trace
 
 Format = Literal["auto", "jsonl", "text", "csv", "parquet"]
+LIVE_NOTE = "the rows came through a pipe, whose timing shaped this schedule: no rehearsal can tell it beforehand"
 Draw = Callable[[Sequence[ScheduleChart]], None]
 
 
@@ -152,7 +153,8 @@ def replay(path: Path) -> Schedule:
     """The schedule of a real run, from its trace."""
     header, iterations = read_trace(path)
     policy = header.get("config", {}).get("scheduler", {}).get("policy", "")
-    return Schedule(f"{path.name} {policy}".strip(), header, iterations, "as measured")
+    notes = (LIVE_NOTE,) if header.get("rehearsable") is False else ()
+    return Schedule(f"{path.name} {policy}".strip(), header, iterations, "as measured", lambda: notes)
 
 
 def _show(schedule: Schedule, limit: int, draws: Sequence[Draw]) -> None:

@@ -385,6 +385,20 @@ def test_on_error_fail_on_a_pipe_stops_at_the_first_bad_row(model, tmp_path):
     assert b"line 5001: the prompt is empty" in done.stderr
 
 
+def test_the_trace_of_a_pipe_says_that_it_cannot_be_rehearsed(run, model, tmp_path):
+    source = file_of(tmp_path, *prompts(3, max_tokens=3))
+    assert run(source, "--trace", "file.trace").status == 0
+    done = generate("-m", model, "--trace", tmp_path / "pipe.trace", stdin=source.read_bytes())
+    assert done.returncode == 0, done.stderr
+    assert "rehearsable" not in read_trace(tmp_path / "file.trace")[0]
+    assert read_trace(tmp_path / "pipe.trace")[0]["rehearsable"] is False
+    for name, is_told in (("file.trace", False), ("pipe.trace", True)):
+        shown = call("inspect-schedule", "--trace", name)
+        assert shown.status == 0 and (b"the rows came through a pipe" in shown.output) is is_told
+    again = call("inspect-schedule", "--trace", "pipe.trace", "--json")
+    assert again.output == (tmp_path / "pipe.trace").read_bytes()
+
+
 def test_the_trace_has_every_iteration(run, tmp_path):
     source = file_of(tmp_path, *prompts(30, max_tokens=20))
     done = run(source, "--trace", "trace.jsonl")
