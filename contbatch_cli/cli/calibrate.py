@@ -17,7 +17,7 @@ import typer
 from contbatch_cli import build
 from contbatch_cli.cli.figures import duration, three_figures
 from contbatch_cli.cli.options import Assignments, ConfigFile, ModelName, effective_config
-from contbatch_cli.cli.rehearsal import calibration_path
+from contbatch_cli.cli.rehearsal import calibration_path, num_threads
 from contbatch_cli.config import Config
 from contbatch_cli.config_files import Effective
 from contbatch_cli.core.batch import Logits, ScheduledBatch, ScheduledSequence
@@ -59,8 +59,8 @@ def calibrate(config: ConfigFile = None, assignments: Assignments = None, model:
     typer.echo(f"contbatch: {len(batches)} kinds of steps, at most {TIME_LIMIT_S:.0f} s", err=True)
     measured = measure(batches, runner)
     dtype = build.dtype_name(effective.config.model, memory.kind, text_model.info)
-    machine = f"{memory.kind}, {counted(os.cpu_count() or 1, 'core')}, {dtype}"
-    cost = fit(measured, loop_costs(), f"measured on this machine ({machine})")
+    threads = f", {counted(num_threads(effective.config), 'thread')}" if memory.kind == "cpu" else ""
+    cost = fit(measured, loop_costs(), f"measured on this machine ({memory.kind}{threads}, {dtype})")
     path = calibration_path(effective.config, text_model.info, memory.kind)
     store(path, cost)
     for line in report_lines(cost, measured):

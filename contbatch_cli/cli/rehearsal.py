@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -128,8 +127,15 @@ def rehearsal_memory(config: Config, info: ModelInfo) -> DeviceMemory:
 
 
 def calibration_path(config: Config, info: ModelInfo, kind: str) -> Path:
-    """Where the measured cost model of this model, type and device is kept."""
-    return cache_dir() / "calibrations" / f"{info.fingerprint[:16]}-{kind}-{dtype_name(config.model, kind, info)}.json"
+    """Where the measured cost model of this model, type and device is kept; on a CPU also of this number of threads."""
+    threads = f"-{num_threads(config)}t" if kind == "cpu" else ""
+    return cache_dir() / "calibrations" / f"{info.fingerprint[:16]}-{kind}{threads}-{dtype_name(config.model, kind, info)}.json"
+
+
+def num_threads(config: Config) -> int:
+    """How many threads an engine of the run computes with on a CPU: replicas share this machine's."""
+    replicas = config.cluster.replicas if isinstance(config.cluster.replicas, int) else 1
+    return max(machine.num_threads() // max(replicas, 1), 1)
 
 
 def cost_model(config: Config, info: ModelInfo, kind: str) -> CostModel:
@@ -137,7 +143,7 @@ def cost_model(config: Config, info: ModelInfo, kind: str) -> CostModel:
     stored = read_json(calibration_path(config, info, kind))
     if stored is not None:
         return CostModel.from_dict(stored)
-    figures = device_figures(machine.gpu_name() if kind == "cuda" else "cpu", os.cpu_count() or 1)
+    figures = device_figures(machine.gpu_name() if kind == "cuda" else "cpu", num_threads(config))
     return roofline(ModelShape.from_config(_config_json(info)), figures, DTYPE_BYTES[dtype_name(config.model, kind, info)])
 
 
