@@ -238,6 +238,14 @@ def block_bytes(config: Config, info: ModelInfo, memory: DeviceMemory) -> int:
     return num_layers * _layer_block_bytes(config, info, memory)
 
 
+def window_block_bytes(config: Config, info: ModelInfo, memory: DeviceMemory) -> int:
+    """Bytes of one block of the pool of their own that layers with a window have where others see everything; else 0."""
+    windows = layer_windows(info)
+    if windows is None or windows.are_all:
+        return 0
+    return len(windows.layers) * _layer_block_bytes(config, info, memory)
+
+
 def _layer_block_bytes(config: Config, info: ModelInfo, memory: DeviceMemory) -> int:
     per_token = info.kv_bytes_per_token(DTYPE_BYTES[dtype_name(config.model, memory.kind, info)])
     return int(block_size_of(config.cache).value) * per_token // info.num_layers
@@ -248,8 +256,7 @@ def cache_limit(config: Config, info: ModelInfo, memory: DeviceMemory) -> tuple[
     block_size, windows, own = int(block_size_of(config.cache).value), layer_windows(info), None
     if windows is not None and not windows.are_all:
         seats, budget = largest_step(config.scheduler, memory.kind)
-        own_bytes = len(windows.layers) * _layer_block_bytes(config, info, memory)
-        own = WindowShare(own_bytes, seats * window_span(windows.window, budget, block_size))
+        own = WindowShare(window_block_bytes(config, info, memory), seats * window_span(windows.window, budget, block_size))
     return block_size, most_blocks(config.cache, block_bytes(config, info, memory), memory, own)
 
 

@@ -81,6 +81,34 @@ def test_windows_do_not_hide_rows(model, tmp_path):
         assert line(whole, label) == line(windowed, label)
 
 
+@pytest.mark.parametrize("kinds", ["one", "all"])
+def test_a_model_with_windows_shows_the_bytes_of_each_pool(tmp_path, kinds):
+    """A block of one layer is 16 tokens of 2 heads of 8 in float32, keys and values: 2 KiB. A window of 40 touches 5 blocks."""
+    model = write_model(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    types = ["sliding_attention", "full_attention" if kinds == "one" else "sliding_attention"]
+    config |= {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 40, "layer_types": types}
+    (model / "config.json").write_text(json.dumps(config))
+    rows = [{"prompt": "x" * 200 + str(index), "max_tokens": 20} for index in range(8)]
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    settings = ("scheduler.token_budget=16", "scheduler.max_batch_size=2")
+    text = report(model, source, *(word for setting in settings for word in ("--set", setting)))
+    if kinds == "one":
+        assert line(text, "cache").startswith(
+            "cache     28 blocks of 16 (56.00 KiB) for a batch of the largest rows, 14 for the"
+        )
+        assert line(text, "windows") == (
+            "windows   10 blocks of 16 (20.00 KiB) more for 1 of 2 layers with a window of 40; the run has 10 (20.00 KiB)"
+        )
+    else:
+        assert line(text, "cache").startswith(
+            "cache     10 blocks of 16 (40.00 KiB) for a batch of the largest rows, 5 for the"
+        )
+        assert "windows " not in text
+    done = call("generate", source, "-m", model, *(word for setting in settings for word in ("--set", setting)))
+    assert ("10 for 1 of 2 layers" in done.errors) is (kinds == "one"), done.errors
+
+
 def test_an_empty_job(model, tmp_path):
     text = report(model, write_rows(tmp_path / "rows.jsonl", []))
     assert line(text, "rows") == "rows      0: 0 bad"
