@@ -23,7 +23,7 @@ from contbatch_cli.data import model_store
 from contbatch_cli.data.chat_template import ChatTemplate, split_reasoning
 from contbatch_cli.data.detokenizer import StopStringRule
 from contbatch_cli.data.job_rows import JobRows, Patience, ReadRow, RowReader, Waiting, forever
-from contbatch_cli.data.model_files import ModelInfo, fingerprint
+from contbatch_cli.data.model_files import ModelInfo, fingerprint, num_adapter_parameters
 from contbatch_cli.data.prepare import ModelLimits, PreparedRow, Preparer, SamplingDefaults
 from contbatch_cli.data.readers import InputOptions, read_rows
 from contbatch_cli.data.records import Completion
@@ -64,6 +64,11 @@ class TextModel:
     tokenizer: Tokenizer
     template: ChatTemplate
     adapters: Mapping[str, Path] = field(default_factory=dict)
+
+    @property
+    def num_parameters(self) -> int:
+        """Those of the model and of its adapters, all of which are loaded."""
+        return self.info.num_parameters + sum(map(num_adapter_parameters, self.adapters.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,17 +157,17 @@ def device_kind(config: ModelConfig) -> str:
     return config.device.partition(":")[0]
 
 
-def device_memory(config: ModelConfig, info: ModelInfo) -> DeviceMemory:
-    """What will be free on the device once the weights are there. Imports torch for a CUDA device."""
+def device_memory(config: ModelConfig, model: TextModel) -> DeviceMemory:
+    """What will be free on the device once the weights are there, those of adapters too. Imports torch for a CUDA device."""
     kind = device_kind(config)
     free_bytes = _cuda_free_bytes(config) if kind == "cuda" else None
     if free_bytes is None:
         kind, free_bytes = "cpu", machine.free_memory_bytes()
-    return DeviceMemory(kind, max(free_bytes - weights_bytes(config, kind, info), 0))
+    return DeviceMemory(kind, max(free_bytes - weights_bytes(config, kind, model), 0))
 
 
-def weights_bytes(config: ModelConfig, kind: str, info: ModelInfo) -> int:
-    return info.num_parameters * DTYPE_BYTES[dtype_name(config, kind, info)]
+def weights_bytes(config: ModelConfig, kind: str, model: TextModel) -> int:
+    return model.num_parameters * DTYPE_BYTES[dtype_name(config, kind, model.info)]
 
 
 def _cuda_free_bytes(config: ModelConfig) -> int | None:

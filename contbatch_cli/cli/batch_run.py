@@ -184,7 +184,7 @@ class BatchRun:
     def prepare(self, replicas: Replicas | None = None) -> None:
         """Repair or begin the output, and read the first window of rows."""
         effective, inputs, self._replicas = self._asked.effective, self._asked.inputs, replicas
-        memory = replicas.memory(self._model) if replicas else build.device_memory(effective.config.model, self._model.info)
+        memory = replicas.memory(self._model) if replicas else build.device_memory(effective.config.model, self._model)
         self._check(build.prepared_rows(effective, inputs, self._model, memory))
         settings = build.text_settings(effective, inputs, self._model, memory.kind)
         self._output.begin(settings, self.view.record, self._descriptor)

@@ -179,7 +179,7 @@ class Pools(NamedTuple):
 def print_dry_run(effective: Effective, inputs: build.Inputs) -> ExitStatus:
     """The report on standard output; the status tells whether some rows are bad. Raises UsageError."""
     model = build.open_model(effective.config.model, inputs.chat_template)
-    memory = rehearsal_memory(effective.config, model.info)
+    memory = rehearsal_memory(effective.config, model)
     dry_run = DryRun(effective, model, memory)
     for row in build.prepared_rows(effective, inputs, model, memory):
         dry_run.take(row)

@@ -66,7 +66,7 @@ class Rehearsals:
         effective = self.configure(assigned(overrides))
         config = effective.config
         model = self._model(config)
-        memory = memory_of_each(config, rehearsal_memory(config, model.info), model.info)
+        memory = memory_of_each(config, rehearsal_memory(config, model), model)
         script = self.script()
         faults: list[RowFault] = []
         job = prepare_job(effective, self.inputs, model, memory, faults.append)
@@ -119,11 +119,11 @@ def _notes(config: Config, memory: DeviceMemory, script: OutputScript, faults: S
     return tuple(notes)
 
 
-def rehearsal_memory(config: Config, info: ModelInfo) -> DeviceMemory:
+def rehearsal_memory(config: Config, model: TextModel) -> DeviceMemory:
     """The memory that a real run would find. A GPU's cannot be asked without torch: a middling one is assumed."""
     if device_kind(config.model) == "cuda":
         return DeviceMemory("cuda", ASSUMED_GPU_BYTES)
-    return device_memory(config.model, info)
+    return device_memory(config.model, model)
 
 
 def calibration_path(config: Config, info: ModelInfo, kind: str) -> Path:
