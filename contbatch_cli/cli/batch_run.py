@@ -88,14 +88,15 @@ def _run(asked: RunRequest, interrupts: Interrupts, stack: ExitStack, descriptor
     with interrupts.may_raise():
         batch_run = BatchRun(asked, output, interrupts, descriptor, began_s)
         stack.callback(batch_run.close)
-        replicas = stack.enter_context(open_replicas(asked.effective.config, batch_run.view.message, interrupts.may_raise))
+        replicas = stack.enter_context(open_replicas(asked.effective.config, batch_run.view.message, batch_run.waiting))
         batch_run.prepare(replicas)
-        build_executor = replicas.executor if replicas else build.build_executor
-        executor = build_executor(batch_run.job) if batch_run.job.has_work else None
+        executor = batch_run.load(replicas.executor if replicas else build.build_executor)
         output.settle()
     gc.freeze()
     if executor is not None:
         batch_run.execute(executor)
+    elif batch_run.job.has_work:
+        batch_run.cancel_rest()
     return batch_run.finish(executor)
 
 
@@ -138,6 +139,7 @@ class BatchRun:
         self._replicas: Replicas | None = None
         self._wants_metrics = config.output.metrics
         self._is_executing = False
+        self._is_cancellable = False
         self._began_s = began_s
         options = asked.options
         self._trace = TraceFile(options.trace, (*asked.inputs.sources, asked.output.name), self._complain)
@@ -212,6 +214,24 @@ class BatchRun:
             raise EngineError(message) if self._is_executing else UsageError(message)
         self.recorder.fault(fault)
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Entered for each wait on replicas: a signal raises within, and the time limit before, once there are rows to cancel."""
+        if self._is_cancellable and self._is_out_of_time():
+            raise OutOfTime
+        with self._interrupts.may_raise():
+            yield
+
+    def load(self, build_executor: build.BuildExecutor) -> build.Executor | None:
+        """The executor; None when there is nothing to run, or no time is left for it (there is work then)."""
+        if not self.job.has_work:
+            return None
+        self._is_cancellable = True
+        try:
+            return build_executor(self.job)
+        except OutOfTime:
+            return None
+
     def execute(self, executor: build.Executor) -> None:
         """All iterations, unless a signal or the time limit ends them."""
         self._is_executing = True
@@ -229,7 +249,8 @@ class BatchRun:
                 if self._is_out_of_time():
                     raise OutOfTime
         except OutOfTime:
-            self._cancel_rest()
+            self.cancel_rest()
+        self._is_cancellable = False
 
     def finish(self, executor: build.Executor | None) -> ExitStatus:
         """The summary, and the finished rows that are to be verified."""
@@ -282,7 +303,8 @@ class BatchRun:
         left_s = self._seconds_left()
         return left_s is not None and left_s <= 0
 
-    def _cancel_rest(self) -> None:
+    def cancel_rest(self) -> None:
+        """A cancelled record for every row that has none."""
         message = f"not finished within --max-time, {self._asked.options.max_time_s:g} s"
         for row in self.job.rows.unfinished():
             self.recorder.cancelled(row, message)

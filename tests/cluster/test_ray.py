@@ -244,3 +244,16 @@ def test_ctrl_c_for_the_whole_process_group_ends_a_ray_of_our_own(tmp_path: Path
     assert messages.splitlines()[-1].startswith("contbatch: interrupted; rows without a record")
     assert "Traceback" not in messages
     wait_until(lambda: not any(map(is_alive, before)))
+
+
+@pytest.mark.parametrize("slow", ["SCRIPTED_LOAD_S", "SCRIPTED_STEP_S"])
+def test_max_time_holds_while_no_replica_reports(runs: Runs, slow: str) -> None:
+    """None has loaded yet, or the only one is stuck in a step."""
+    began_s = time.monotonic()
+    limit = "1s" if slow == "SCRIPTED_LOAD_S" else "12s"
+    output, messages = runs.run("--replicas", "1", "--max-time", limit, status=1, **{slow: "100"})
+    assert time.monotonic() - began_s < 60
+    found = records_of(output)
+    assert [record["index"] for record in found] == list(range(ROWS))
+    assert {record["error"]["code"] for record in found} == {"cancelled"}
+    assert f"0 good, 0 bad, {ROWS} cancelled" in messages
