@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -18,14 +18,19 @@ from contbatch_cli.build import Inputs
 from contbatch_cli.cli.file_roles import at_file, input_files, named_files, refuse_shared
 from contbatch_cli.cli.options import (
     Assignments,
+    ChatTemplateFile,
     ConfigFile,
+    InputFormat,
     MaxTokens,
     ModelName,
     Order,
+    Raw,
     Replicas,
     Seed,
     Stop,
+    System,
     Temperature,
+    Template,
     TopP,
     effective_config,
 )
@@ -50,7 +55,6 @@ from contbatch_cli.errors import UsageError
 from contbatch_cli.simulate import OutputScript
 from contbatch_cli.trace import TraceIteration, format_header, format_iteration, read_trace
 
-Format = Literal["auto", "jsonl", "text", "csv", "parquet"]
 LIVE_NOTE = "the rows came through a pipe, whose timing shaped this schedule: no rehearsal can tell it beforehand"
 Draw = Callable[[Sequence[ScheduleChart]], None]
 
@@ -82,15 +86,11 @@ def inspect_schedule(
     iterations: Annotated[
         int | None, typer.Option("--iterations", metavar="N", min=0, help=f"Iterations in the table ({DEFAULT_ITERATIONS}).")
     ] = None,
-    format: Annotated[Format, typer.Option("--format", help="Format of the inputs; auto goes by the file's ending.")] = "auto",
-    template: Annotated[
-        str | None, typer.Option("--template", metavar="TEXT|@FILE", help="Jinja2 over each row's columns.")
-    ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="The template makes raw text, not a chat.")] = False,
-    system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="A system message for rows without one.")
-    ] = None,
-    chat_template: Annotated[Path | None, typer.Option("--chat-template", metavar="FILE", help="Replaces the model's.")] = None,
+    format: InputFormat = "auto",
+    template: Template = None,
+    raw: Raw = False,
+    system: System = None,
+    chat_template: ChatTemplateFile = None,
     limit: Annotated[int | None, typer.Option("--limit", metavar="N", min=0, help="Only the first N rows.")] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
