@@ -47,7 +47,7 @@ class ReplicaTotals:
             return
         totals = self._totals.setdefault(iteration.replica, _Totals())
         totals.rows += sum(request_id.sample == 0 for request_id in iteration.finished)
-        totals.tokens += sum(run.samples for run in iteration.scheduled)
+        totals.tokens += sum(run.num_sampled for run in iteration.scheduled)
         totals.busy_s += iteration.elapsed_s
         totals.end_s = iteration.end_s
 

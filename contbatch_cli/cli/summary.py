@@ -71,4 +71,6 @@ def _schedule_text(metrics: MetricsSnapshot) -> str:
     text += f", peak {metrics.peak_blocks:,} of {counted(metrics.num_blocks, 'block')}"
     if metrics.preemptions:
         text += f", {counted(metrics.preemptions, 'preemption')} ({counted(metrics.recomputed_tokens, 'token')} computed again)"
+    if metrics.draft_tokens:
+        text += f", {metrics.accepted_drafts:,} of {counted(metrics.draft_tokens, 'draft token')} right"
     return text
