@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from contbatch_cli.errors import UsageError
+from contbatch_cli.units import counted
 
 
 class Node(NamedTuple):
@@ -36,14 +37,14 @@ def share_out(nodes: Sequence[Node], replicas: int | Literal["auto"], device: st
         return _gpu_share(nodes, num_gpus, replicas)
     num_machines = sum(node.num_cpus > 0 for node in nodes)
     if not num_machines:
-        raise UsageError(f"cluster.replicas {replicas}: the {len(nodes)} machines of the cluster have no CPUs to compute with")
+        raise UsageError(f"cluster.replicas {replicas}: none of {counted(len(nodes), 'machine')} has CPUs to compute with")
     return _cpu_share([node.num_cpus for node in nodes], num_machines if replicas == "auto" else replicas)
 
 
 def _gpu_share(nodes: Sequence[Node], num_gpus: int, replicas: int | Literal["auto"]) -> Share:
     wanted = num_gpus if replicas == "auto" else replicas
     if wanted > num_gpus or not num_gpus:
-        raise UsageError(f"cluster.replicas {replicas}: each needs a GPU, and {len(nodes)} machines have {num_gpus}")
+        raise UsageError(f"cluster.replicas {replicas}: each needs a GPU: {num_gpus} on {counted(len(nodes), 'machine')}")
     per_gpu = min(node.num_cpus / node.num_gpus for node in nodes if node.num_gpus)
     return Share(wanted, "cuda", min(1.0, per_gpu), max(int(per_gpu), 1))
 

@@ -47,10 +47,10 @@ def test_shares(nodes: list[Node], replicas: int, device: str, share: Share) -> 
 @pytest.mark.parametrize(
     ("nodes", "replicas", "device", "message"),
     [
-        ([Node(8, 2)], 3, "auto", "cluster.replicas 3: each needs a GPU, and 1 machines have 2"),
-        ([Node(8, 0)], "auto", "cuda", "cluster.replicas auto: each needs a GPU, and 1 machines have 0"),
+        ([Node(8, 2)], 3, "auto", "cluster.replicas 3: each needs a GPU: 2 on 1 machine"),
+        ([Node(8, 0)], "auto", "cuda", "cluster.replicas auto: each needs a GPU: 0 on 1 machine"),
         ([Node(8, 2)], 2, "cuda:1", "model.device cuda:1: each replica has a device of its own"),
-        ([Node(0, 0)], 2, "cpu", "have no CPUs"),
+        ([Node(0, 0)], 2, "cpu", "none of 1 machine has CPUs"),
     ],
 )
 def test_what_there_is_not_is_refused(nodes: list[Node], replicas: int, device: str, message: str) -> None:
