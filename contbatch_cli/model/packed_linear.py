@@ -59,6 +59,7 @@ class PackedEmbedding(nn.Module):
 
     def __init__(self, head: NativeLinear) -> None:
         super().__init__()
+        self.num_embeddings = head.out_features
         self._head = head
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
