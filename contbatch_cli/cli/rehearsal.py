@@ -128,7 +128,9 @@ def rehearsal_memory(config: Config, info: ModelInfo) -> DeviceMemory:
 
 def calibration_path(config: Config, info: ModelInfo, kind: str) -> Path:
     """Where the measured cost model of this model, type and device is kept."""
-    return cache_dir() / "calibrations" / f"{info.fingerprint[:16]}-{kind}-{dtype_name(config.model, kind, info)}.json"
+    devices = f"-{config.model.tensor_parallel}" if config.model.tensor_parallel > 1 else ""
+    name = f"{info.fingerprint[:16]}-{kind}-{dtype_name(config.model, kind, info)}{devices}.json"
+    return cache_dir() / "calibrations" / name
 
 
 def cost_model(config: Config, info: ModelInfo, kind: str) -> CostModel:
