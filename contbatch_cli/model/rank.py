@@ -4,15 +4,17 @@
     this process             <- ready        group, weights, cache      forward       exit
 
 The process lives by the pipe: when it is closed, however the parent ended, a thread ends the process, whatever the main thread
-is waiting for. Signals that a terminal or a kill of the process group sends to all are the parent's to decide on. Only when both
-hold are torch and transformers imported.
+is waiting for; where the system can, it kills the process with its parent, also one that is stopped. Signals that a terminal or a
+kill of the process group sends to all are the parent's to decide on. Only when all this holds are torch and transformers imported.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import signal
+import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 READY = b"ready"
 GO = b"go"
 END = b""
+PR_SET_PDEATHSIG = 1
+"""Of Linux: the signal that a process is sent when the thread that started it has ended."""
 
 
 class RankTask(NamedTuple):
@@ -44,8 +48,15 @@ class RankTask(NamedTuple):
     num_threads: int
 
 
-def serve(descriptor: int) -> None:
-    """The whole life of the process; does not return. What goes wrong is told to the parent in one line."""
+def serve(descriptor: int, parent_pid: int) -> None:
+    """The whole life of the process; does not return. What goes wrong is told to the parent in one line.
+
+    With a `parent_pid` of 0 the pipe alone tells of the parent's end.
+    """
+    if parent_pid and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent_pid:
+            os._exit(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     parent = Connection(descriptor)

@@ -55,7 +55,7 @@ STUCK_S = 20.0
 CLOSE_S = 3.0
 KV_PROJECTIONS = frozenset({"k_proj", "qkv_proj", "query_key_value", "kv_b_proj"})
 """The products that give the attention's keys, by their names in transformers' plans."""
-COMMAND = "import sys; sys.path[:] = sys.argv[2:]; from contbatch_cli.model.rank import serve; serve(int(sys.argv[1]))"
+COMMAND = "import sys; sys.path[:] = sys.argv[3:]; from contbatch_cli.model.rank import serve; serve(*map(int, sys.argv[1:3]))"
 
 
 class CacheSizes(NamedTuple):
@@ -336,9 +336,10 @@ class Ranks:
 
     def _spawn(self, task: RankTask) -> None:
         ours, theirs = socket.socketpair()
+        dies_with = os.getpid() if threading.current_thread() is threading.main_thread() else 0
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-c", COMMAND, str(theirs.fileno()), *sys.path],
+                [sys.executable, "-c", COMMAND, str(theirs.fileno()), str(dies_with), *sys.path],
                 stdin=subprocess.DEVNULL,
                 stdout=STDERR,
                 env={**os.environ, "OMP_NUM_THREADS": str(task.num_threads)},
