@@ -54,7 +54,10 @@ ROOT = Path(__file__).parents[2]
 Rows = list[tuple[list[int], SamplingParams]]
 SETTING = Setting(token_budget=24, max_batch_size=6, block_size=4, num_blocks=30, is_rash=True)
 """Room for a row and a half of the longest: chunks beside decodes, and rows that lose their blocks."""
-SPLIT_FAMILIES = ("Gemma 2", "Qwen3-MoE", "Mixtral", "DeepSeek-V3", "Qwen2", "OLMo 2")
+SPLIT_FAMILIES = (
+    *("Llama", "Qwen3", "Gemma 2", "Gemma 3 (text)", "Mixtral", "DeepSeek-V2", "Mistral", "Qwen2", "Qwen2-MoE", "Qwen3-MoE"),
+    *("Gemma", "Phi", "GPT-NeoX", "SmolLM3", "Granite", "Cohere", "Starcoder2"),
+)
 
 
 def write_random(config: PretrainedConfig, directory: Path) -> Any:
@@ -266,7 +269,7 @@ def write_lines(path: Path, rows: Rows, **more: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama that can be killed while it runs: with room for rows of many tokens."""
+    """A tiny Llama with room for rows of many tokens."""
     made = tmp_path_factory.mktemp("model")
     write_random(llama_config(), made)
     return made
@@ -341,6 +344,17 @@ def test_no_process_is_left(
     assert not is_alive(ranks[0])
 
 
+@pytest.mark.slow
+def test_two_replicas_of_two_processes(directory: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    rows = greedy_rows(9, num_rows=8)
+    done = run_command(directory, write_lines(tmp_path / "rows.jsonl", rows), "--replicas", "2")
+    assert done.returncode == 0, done.stderr
+    assert "2 replicas" in done.stderr and "2 processes of 1 thread, tensor parallel" in done.stderr
+    outputs = {record["index"]: record["token_ids"] for record in map(json.loads, done.stdout.splitlines())}
+    compare_greedy("2 replicas", AutoModelForCausalLM.from_pretrained(directory), outputs, rows)
+
+
 def is_alive(pid: int) -> bool:
     """Whether there is a process of that number that has not ended."""
     return _stat(pid) is not None
@@ -361,14 +375,16 @@ def _stat(pid: int) -> list[str] | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Qwen3", *SPLIT_FAMILIES])
+@pytest.mark.parametrize("name", SPLIT_FAMILIES)
 def test_families(name: str, tmp_path: Path) -> None:
     """Tied embeddings, windows with a pool of their own, experts, latent attention."""
     config = config_of(name)
     model = write_random(config, tmp_path)
     setting = replace(SETTING, num_blocks=40)
+    whole = shapes_of(random_model(config))
     split = split_over_two(tmp_path, model, setting)
     try:
+        assert [2 * shape.num_kv_heads for shape in split.loaded.layers] == [shape.num_kv_heads for shape in whole]
         rows = greedy_rows(8)
         outputs, _ = run(runner_of(split, model, setting=setting), model, rows, setting)
         compare_greedy(f"{name}, 2 processes", model, outputs, rows)
