@@ -288,7 +288,8 @@ def engine_of(job: Job, executor: Executor, stop_rule: StopRule, clock: Clock) -
 def build_scheduler(job: Job, stop_rule: StopRule) -> StallFreeScheduler:
     """The scheduler of one device, with its empty cache."""
     policy = POLICIES[job.config.scheduler.policy]
-    return policy(build_cache(job), job.sizes.token_budget, job.sizes.max_batch_size, stop_rule)
+    sizes = job.sizes
+    return policy(build_cache(job), sizes.token_budget, sizes.max_batch_size, stop_rule, sizes.draft_tokens)
 
 
 def build_cache(job: Job) -> KVCacheManager | GroupedKVCacheManager:
@@ -462,6 +463,7 @@ def resolved_config(job: Job) -> dict[str, object]:
     config["scheduler"]["job_order"] = job.order.value
     config["scheduler"]["token_budget"] = job.sizes.token_budget
     config["scheduler"]["max_batch_size"] = job.sizes.max_batch_size
+    config["scheduler"]["draft_tokens"] = job.sizes.draft_tokens
     config["cache"]["block_size"] = job.sizes.block_size
     config["cache"]["num_blocks"] = job.sizes.num_blocks
     return config
@@ -476,7 +478,12 @@ def header_lines(job: Job, executor: Executor) -> list[str]:
     return [
         f"model     {job.config.model.name}, {executor.description}{_adapters_clause(job.model)}",
         f"schedule  {job.config.scheduler.policy}, budget {sizes.token_budget:,} ({reasons['scheduler.token_budget']}), "
-        f"batch {sizes.max_batch_size:,} ({reasons['scheduler.max_batch_size']}), order {job.order.value} ({job.order.reason})",
+        f"batch {sizes.max_batch_size:,} ({reasons['scheduler.max_batch_size']}), order {job.order.value} ({job.order.reason})"
+        + (
+            f", drafts up to {sizes.draft_tokens} tokens a step ({reasons['scheduler.draft_tokens']})"
+            if sizes.draft_tokens
+            else ""
+        ),
         f"cache     {sizes.num_blocks:,} blocks of {sizes.block_size} = {tokens:,} tokens "
         f"({reasons['cache.num_blocks']}){_windows_clause(job)}, prefix cache {caching}",
     ]

@@ -89,6 +89,13 @@ class SchedulerConfig:
     max_batch_size: int | Auto = key(
         "auto", Rule("The most requests that run at once; a smaller token_budget lowers it.", minimum=1)
     )
+    draft_tokens: int | Auto = key(
+        "auto",
+        Rule(
+            "Once nothing waits, smaller iterations are filled up to this many tokens with exact n-gram drafts; 0 is none.",
+            minimum=0,
+        ),
+    )
     job_order: Literal["auto", "input", "longest_first", "prefix"] = key(
         "auto", Rule("Order in which rows are started, inside the look-ahead window.")
     )

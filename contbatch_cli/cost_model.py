@@ -19,8 +19,9 @@ _FIT_ROUNDS = 4000
 class StepShape(NamedTuple):
     """The quantities that a step's time depends on.
 
-    `decode_context` is the number of cached tokens that runs of one token read; `prefill_pairs` the number of query-key pairs
-    of the longer runs, whose attention is arithmetic rather than reading.
+    `num_samples` counts the tokens that go through the LM head and the sampler. `decode_context` is the number of cached tokens
+    that runs of one token read, `prefill_pairs` the number of query-key pairs of the longer runs, whose attention is arithmetic
+    rather than reading. A decode with drafts reads its context once and then has their pairs.
     """
 
     num_tokens: int
@@ -34,10 +35,13 @@ def shape_of(batch: ScheduledBatch) -> StepShape:
     """One walk over the plan."""
     num_samples = decode_context = prefill_pairs = 0
     for sequence in batch.sequences:
-        num_samples += sequence.samples
+        num_samples += sequence.samples + sequence.num_drafts
         length = len(sequence.tokens)
         if length == 1:
             decode_context += sequence.start + 1
+        elif sequence.num_drafts:
+            decode_context += sequence.end
+            prefill_pairs += sequence.num_drafts * sequence.end
         else:
             prefill_pairs += length * sequence.start + length * (length + 1) // 2
     return StepShape(batch.num_tokens, len(batch.sequences), num_samples, decode_context, prefill_pairs)

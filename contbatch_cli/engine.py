@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
 from contbatch_cli.core.batch import BatchResult, ScheduledBatch
+from contbatch_cli.core.drafts import accepted_drafts
 from contbatch_cli.core.job_order import JobQueue
-from contbatch_cli.core.request import Request
+from contbatch_cli.core.request import Request, RequestId
 from contbatch_cli.core.scheduler import StallFreeScheduler
 
 
@@ -45,6 +46,8 @@ class IterationReport:
     elapsed_s: float
     replica: int | None = None
     """Which of several engines ran it; counts then are those of all of them together. None where there is one."""
+    accepted_drafts: Mapping[RequestId, int] = field(default_factory=dict)
+    """Of the requests that had drafts, how many of these became tokens."""
 
 
 class Engine(Protocol):
@@ -89,7 +92,8 @@ class InferenceEngine:
         batch = scheduler.schedule_next_batch()
         num_running = len(scheduler.running)
         blocks_used = scheduler.kv.blocks_used
-        finished = scheduler.update(batch, self._execute(batch))
+        result = self._execute(batch)
+        finished = scheduler.update(batch, result)
         return IterationReport(
             iteration=iteration,
             batch=batch,
@@ -102,6 +106,7 @@ class InferenceEngine:
             token_budget=scheduler.token_budget,
             start_s=start_s,
             elapsed_s=self._clock() - began_s - start_s,
+            accepted_drafts=accepted_drafts(batch, result, finished),
         )
 
     def _execute(self, batch: ScheduledBatch) -> BatchResult:

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from contbatch_cli.core.batch import ScheduledSequence
 from contbatch_cli.core.forecast import OutputLengths
 from contbatch_cli.core.request import FinishReason, Request, RequestId
 from contbatch_cli.engine import IterationReport
-from contbatch_cli.trace import TraceIteration
+from contbatch_cli.trace import TraceIteration, TraceRun
 
 RECENT_WINDOW_S = 10.0
 UNLIMITED = 1 << 30
@@ -125,6 +126,8 @@ class MetricsSnapshot:
     itl_max_s: float | None
     duplicate_tokens: int = 0
     """Prompt and output tokens of rows that took the result of an equal one."""
+    draft_tokens: int = 0
+    accepted_drafts: int = 0
 
     @property
     def done(self) -> int:
@@ -132,11 +135,24 @@ class MetricsSnapshot:
 
 
 class _Run(NamedTuple):
+    """`end` is where the computed tokens end that the request kept: behind it there may have been drafts that were wrong."""
+
     request_id: RequestId
     start: int
     end: int
-    samples: bool
+    num_sampled: int
+    num_drafts: int = 0
     max_tokens: int | None = None
+
+    @classmethod
+    def of_sequence(cls, one: ScheduledSequence, accepted: int) -> _Run:
+        end = one.num_known + accepted
+        return cls(one.request_id, one.start, end, one.samples + accepted, one.num_drafts, one.sampling.max_tokens)
+
+    @classmethod
+    def of_trace(cls, run: TraceRun) -> _Run:
+        end = run.end - run.num_drafts + run.num_accepted
+        return cls(run.request_id, run.start, end, run.num_sampled, run.num_drafts)
 
 
 @dataclass(slots=True)
@@ -208,6 +224,8 @@ class _Totals:
     preemptions: int = 0
     duplicates: int = 0
     duplicate_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_drafts: int = 0
     iterations: int = 0
     budget_tokens: int = 0
     peak_blocks: int = 0
@@ -234,7 +252,8 @@ class Metrics:
 
     def observe(self, report: IterationReport) -> dict[RequestId, RequestMetrics]:
         """Takes in one iteration; returns the metrics of the requests that finished in it and forgets them."""
-        runs = [_Run(s.request_id, s.start, s.end, s.samples, s.sampling.max_tokens) for s in report.batch.sequences]
+        accepted = report.accepted_drafts
+        runs = [_Run.of_sequence(one, accepted.get(one.request_id, 0)) for one in report.batch.sequences]
         self._observe(report, runs, report.batch.num_tokens, report.batch.preempted)
         end_s = report.start_s + report.elapsed_s
         self._totals.duplicates += len(report.duplicates)
@@ -244,7 +263,7 @@ class Metrics:
 
     def observe_trace(self, iteration: TraceIteration) -> dict[RequestId, RequestMetrics]:
         """The same for an iteration of a trace, which does not tell why a request finished: all count as good."""
-        runs = [_Run(run.request_id, run.start, run.start + run.num_tokens, run.samples) for run in iteration.scheduled]
+        runs = [_Run.of_trace(run) for run in iteration.scheduled]
         self._observe(iteration, runs, iteration.num_tokens, iteration.preempted)
         return {request_id: self._finish(request_id, FinishReason.STOP, iteration.end_s) for request_id in iteration.finished}
 
@@ -265,9 +284,12 @@ class Metrics:
                 self._count_recomputed(state, run)
             if run.end > state.computed:
                 state.computed = run.end
-            if run.samples:
-                num_outputs += 1
-                self._count_token(state, run, end_s)
+            if run.num_sampled:
+                num_outputs += run.num_sampled
+                self._count_tokens(state, run, end_s)
+            if run.num_drafts:
+                totals.draft_tokens += run.num_drafts
+                totals.accepted_drafts += run.num_sampled - 1
         totals.iterations += 1
         totals.output_tokens += num_outputs
         totals.computed_tokens += num_tokens
@@ -295,15 +317,16 @@ class Metrics:
         state.num_recomputed_tokens += again
         self._totals.recomputed_tokens += again
 
-    def _count_token(self, state: _InFlight, run: _Run, end_s: float) -> None:
+    def _count_tokens(self, state: _InFlight, run: _Run, end_s: float) -> None:
+        """Tokens that come together share the time since the one before them."""
         if state.first_token_s is None:
             state.first_token_s = end_s
             self._totals.prompt_tokens += run.end
             self.ttft.add(end_s)
         else:
-            self.itl.add(end_s - state.last_token_s)
+            self.itl.add((end_s - state.last_token_s) / run.num_sampled, run.num_sampled)
         state.last_token_s = end_s
-        state.num_outputs += 1
+        state.num_outputs += run.num_sampled
 
     def _finish_request(self, request: Request, end_s: float) -> RequestMetrics:
         """The request's own count of output tokens holds: a row that failed in its last step sampled nothing there.
@@ -391,4 +414,6 @@ class Metrics:
             itl_p99_s=self.itl.percentile(99),
             itl_max_s=self.itl.max_s if self.itl.count else None,
             duplicate_tokens=totals.duplicate_tokens,
+            draft_tokens=totals.draft_tokens,
+            accepted_drafts=totals.accepted_drafts,
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from contbatch_cli.core.batch import BatchResult, ScheduledBatch, ScheduledSequence, SequenceResult
+from contbatch_cli.core.drafts import accepted, sampled_runs
 from contbatch_cli.core.request import Finish, FinishReason, Request, RequestId, SamplingParams
 from contbatch_cli.cost_model import CostModel
 from contbatch_cli.errors import UsageError
@@ -164,8 +165,13 @@ class SimulatedRunner:
         return BatchResult([self._result(sequence) if sequence.samples else NO_TOKENS for sequence in batch.sequences])
 
     def _result(self, sequence: ScheduledSequence) -> SequenceResult:
-        position = sequence.start + len(sequence.tokens) - sequence.num_prompt_tokens
-        return SequenceResult((self._script.token(sequence.request_id, position),))
+        if sequence.num_drafts:
+            return accepted(sequence, [self._sampled(run) for run in sampled_runs(sequence)])
+        return self._sampled(sequence)
+
+    def _sampled(self, sequence: ScheduledSequence) -> SequenceResult:
+        """The token behind a run."""
+        return SequenceResult((self._script.token(sequence.request_id, sequence.end - sequence.num_prompt_tokens),))
 
 
 NO_TOKENS = SequenceResult()

@@ -16,6 +16,8 @@ from contbatch_cli.units import memory_bytes
 BLOCK_SIZE = 16
 SEATS = {"cpu": 64, "cuda": 512}
 TOKEN_BUDGET = {"cpu": 512, "cuda": 8192}
+DRAFT_TOKENS = {"cpu": 16, "cuda": 0}
+"""Up to so many tokens a step costs little more than one of a single token. On CUDA that has not been measured."""
 CACHE_FRACTION = {"cpu": 0.5, "cuda": 0.9}
 """The part of the free memory that the cache may take: a CPU shares it with everything else, and activations need some."""
 
@@ -72,6 +74,7 @@ class Sizes:
     num_blocks: int
     reasons: dict[str, str]
     num_window_blocks: int = 0
+    draft_tokens: int = 0
 
 
 def block_size_of(cache: CacheConfig, minimum: int = 1) -> Choice:
@@ -127,7 +130,7 @@ def resolve_sizes(
     at_most = span if windows is not None and windows.are_all else None
     num_blocks = _num_blocks(block_size, limit, min(seats, budget), job, is_limit_set, reasons, at_most)
     own = min(num_blocks, min(seats, budget) * span) if span is not None and at_most is None else 0
-    return Sizes(budget, seats, block_size, num_blocks, reasons, own)
+    return Sizes(budget, seats, block_size, num_blocks, reasons, own, _draft_tokens(scheduler, kind, budget, reasons))
 
 
 def _max_batch_size(scheduler: SchedulerConfig, kind: str, job: JobDemand, reasons: dict[str, str]) -> int:
@@ -140,6 +143,12 @@ def _max_batch_size(scheduler: SchedulerConfig, kind: str, job: JobDemand, reaso
         return num_rows
     reasons["scheduler.max_batch_size"] = f"default on {kind}"
     return SEATS[kind]
+
+
+def _draft_tokens(scheduler: SchedulerConfig, kind: str, budget: int, reasons: dict[str, str]) -> int:
+    is_set = scheduler.draft_tokens != "auto"
+    reasons["scheduler.draft_tokens"] = "as set" if is_set else f"default on {kind}"
+    return min(scheduler.draft_tokens if scheduler.draft_tokens != "auto" else DRAFT_TOKENS[kind], budget)
 
 
 def _token_budget(scheduler: SchedulerConfig, kind: str, seats: int, reasons: dict[str, str]) -> int:

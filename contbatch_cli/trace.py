@@ -21,7 +21,10 @@ NameOf = Callable[[int], RowName]
 
 
 class TraceRun(NamedTuple):
-    """One request's run in one iteration: positions `start` to `start + num_tokens`; `samples` when it ends in a new token."""
+    """One request's run in one iteration: positions `start` to `start + num_tokens`; `samples` when it ends in a new token.
+
+    Of the tokens the last `num_drafts` were drafts, and `num_accepted` of these were right.
+    """
 
     request_id: RequestId
     name: RowName
@@ -29,10 +32,17 @@ class TraceRun(NamedTuple):
     num_tokens: int
     is_decode: bool
     samples: bool
+    num_drafts: int = 0
+    num_accepted: int = 0
 
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
+
+    @property
+    def num_sampled(self) -> int:
+        """The tokens that the request got."""
+        return self.samples + self.num_accepted
 
 
 class TraceIteration(NamedTuple):
@@ -61,6 +71,10 @@ class TraceIteration(NamedTuple):
         return sum(run.is_decode for run in self.scheduled)
 
     @property
+    def num_drafts(self) -> int:
+        return sum(run.num_drafts for run in self.scheduled)
+
+    @property
     def prefills(self) -> tuple[TraceRun, ...]:
         return tuple(run for run in self.scheduled if not run.is_decode)
 
@@ -78,7 +92,10 @@ def iteration_of(report: IterationReport, name_of: NameOf = no_name) -> TraceIte
     """What the trace keeps of a report."""
     return TraceIteration(
         iteration=report.iteration,
-        scheduled=tuple(_run_of(sequence, name_of) for sequence in report.batch.sequences),
+        scheduled=tuple(
+            _run_of(sequence, name_of, report.accepted_drafts.get(sequence.request_id, 0))
+            for sequence in report.batch.sequences
+        ),
         num_tokens=report.batch.num_tokens,
         token_budget=report.token_budget,
         num_running=report.num_running,
@@ -93,7 +110,7 @@ def iteration_of(report: IterationReport, name_of: NameOf = no_name) -> TraceIte
     )
 
 
-def _run_of(sequence: ScheduledSequence, name_of: NameOf) -> TraceRun:
+def _run_of(sequence: ScheduledSequence, name_of: NameOf, num_accepted: int) -> TraceRun:
     return TraceRun(
         sequence.request_id,
         name_of(sequence.request_id.row),
@@ -101,6 +118,8 @@ def _run_of(sequence: ScheduledSequence, name_of: NameOf) -> TraceRun:
         len(sequence.tokens),
         sequence.is_decode,
         sequence.samples,
+        sequence.num_drafts,
+        num_accepted,
     )
 
 
@@ -136,6 +155,7 @@ def format_iteration(iteration: TraceIteration) -> str:
 
 
 def _run_fields(run: TraceRun) -> dict[str, Any]:
+    drafts = {"num_drafts": run.num_drafts, "num_accepted": run.num_accepted} if run.num_drafts else {}
     return {
         "index": run.request_id.row,
         "id": run.name,
@@ -144,6 +164,7 @@ def _run_fields(run: TraceRun) -> dict[str, Any]:
         "num_tokens": run.num_tokens,
         "is_decode": run.is_decode,
         "samples": run.samples,
+        **drafts,
     }
 
 
@@ -226,6 +247,8 @@ def _parse_run(fields: dict[str, Any]) -> TraceRun:
         int(fields["num_tokens"]),
         is_decode,
         bool(fields.get("samples", is_decode)),
+        int(fields.get("num_drafts", 0)),
+        int(fields.get("num_accepted", 0)),
     )
 
 

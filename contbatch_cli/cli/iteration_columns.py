@@ -32,6 +32,12 @@ def _meter(used: int, total: int, width: int, ascii_only: bool) -> str:
     return f"{bar(used / total if total else 0.0, width, ascii_only)} {figures}"
 
 
+def _decodes(iteration: TraceIteration) -> str:
+    """How many requests decode, and how many drafts they carry."""
+    drafts = iteration.num_drafts
+    return f"{iteration.num_decodes} +{drafts}" if drafts else str(iteration.num_decodes)
+
+
 def table_columns(columns: int, sample: TraceIteration, ascii_only: bool) -> list[Column]:
     """The columns that fit a terminal of this width; `sample` tells how long its figures are."""
     bar_cells = 4 if columns < 72 else 8 if columns < 120 else 12
@@ -40,7 +46,7 @@ def table_columns(columns: int, sample: TraceIteration, ascii_only: bool) -> lis
     found = [
         Column("step", 7, lambda it: f"{it.iteration:,}", "dim"),
         Column("time", 7, lambda it: duration(it.elapsed_s)),
-        Column("decodes", 7, lambda it: str(it.num_decodes), "green"),
+        Column("decodes", 7, _decodes, "green"),
         Column("tokens", token_cells, lambda it: _meter(it.num_tokens, it.token_budget, bar_cells, ascii_only), "cyan", True),
     ]
     if sample.replica is not None:

@@ -46,7 +46,7 @@ class ReplicaTotals:
             return
         totals = self._totals.setdefault(iteration.replica, _Totals())
         totals.rows += len(iteration.finished)
-        totals.tokens += sum(run.samples for run in iteration.scheduled)
+        totals.tokens += sum(run.num_sampled for run in iteration.scheduled)
         totals.busy_s += iteration.elapsed_s
         totals.end_s = iteration.end_s
 

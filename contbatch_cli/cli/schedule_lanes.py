@@ -85,14 +85,14 @@ class ScheduleChart:
                 self._preempt(request_id, iteration.start_s)
             for run in iteration.scheduled:
                 self._run(run, iteration.start_s, iteration.end_s)
-        num_decodes = iteration.num_decodes
+        decode_tokens = iteration.num_decodes + iteration.num_drafts
         self.token_budget = max(self.token_budget, iteration.token_budget)
         self.num_blocks = max(self.num_blocks, iteration.num_blocks)
         step = Step(
             iteration.start_s,
             iteration.end_s,
-            num_decodes,
-            iteration.num_tokens - num_decodes,
+            decode_tokens,
+            iteration.num_tokens - decode_tokens,
             iteration.blocks_used,
             iteration.num_running,
             iteration.num_waiting,
@@ -124,7 +124,7 @@ class ScheduleChart:
         _fill_gap(lane, start_s)
         last = lane.segments[-1] if lane.segments else None
         if run.is_decode and last is not None and last.state is State.DECODE:
-            lane.segments[-1] = last._replace(end_s=end_s, num_tokens=last.num_tokens + 1)
+            lane.segments[-1] = last._replace(end_s=end_s, num_tokens=last.num_tokens + run.num_tokens)
         else:
             lane.segments.append(Segment(State.DECODE if run.is_decode else State.PREFILL, start_s, end_s, run.num_tokens))
 

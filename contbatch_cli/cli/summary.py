@@ -70,4 +70,6 @@ def _schedule_text(metrics: MetricsSnapshot) -> str:
     text += f", peak {metrics.peak_blocks:,} of {metrics.num_blocks:,} blocks"
     if metrics.preemptions:
         text += f", {metrics.preemptions:,} preemptions ({metrics.recomputed_tokens:,} tokens computed again)"
+    if metrics.draft_tokens:
+        text += f", {metrics.accepted_drafts:,} of {metrics.draft_tokens:,} draft tokens right"
     return text

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import NamedTuple, Protocol
 
@@ -194,8 +194,8 @@ class ClusterEngine:
         state = self.replicas[replica]
         state.num_running, state.num_waiting = digest.num_running, digest.num_waiting
         state.blocks_used, state.num_blocks = digest.blocks_used, digest.num_blocks
-        batch = outlined_batch(digest)
-        num_tokens = sum(sequence.samples for sequence in batch.sequences)
+        batch, accepted = outlined_batch(digest)
+        num_tokens = sum(sequence.samples for sequence in batch.sequences) + sum(accepted.values())
         state.output_tokens += num_tokens
         state.recent.append((digest.start_s + digest.elapsed_s, num_tokens))
         finished = []
@@ -205,9 +205,9 @@ class ClusterEngine:
                 outcome.fill_in(request)
                 finished.append(request)
         state.rows_done += len(finished)
-        return self._summed_report(
-            replica, batch, finished, digest.token_budget, digest.start_s - self._began_s, digest.elapsed_s
-        )
+        start_s = digest.start_s - self._began_s
+        report = self._summed_report(replica, batch, finished, digest.token_budget, start_s, digest.elapsed_s)
+        return replace(report, accepted_drafts=accepted)
 
     def _lose(self, event: Lost) -> Iterator[IterationReport]:
         self._last_reason = event.reason

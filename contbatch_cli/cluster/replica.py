@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from contbatch_cli.core.batch import Logits, ScheduledBatch, ScheduledSequence
@@ -17,7 +17,7 @@ from contbatch_cli.core.request import GREEDY, Finish, FinishReason, Request, Re
 from contbatch_cli.core.scheduler import StallFreeScheduler
 from contbatch_cli.engine import Clock, InferenceEngine, IterationReport, Runner
 
-FIELDS_PER_RUN = 5
+FIELDS_PER_RUN = 7
 
 
 class Outcome(NamedTuple):
@@ -60,7 +60,8 @@ class Outcome(NamedTuple):
 class IterationDigest(NamedTuple):
     """One iteration of a replica in little room. Times in seconds by the clock of whoever holds it.
 
-    `runs` is a packed array of 64-bit integers, five for each run: row, sample, start, length, and 2 * samples + is_decode.
+    `runs` is a packed array of 64-bit integers, seven for each run: row, sample, start, length, 2 * samples + is_decode, drafts,
+    accepted drafts.
     """
 
     runs: bytes
@@ -76,26 +77,35 @@ class IterationDigest(NamedTuple):
     elapsed_s: float
 
 
-def packed_runs(sequences: Sequence[ScheduledSequence]) -> bytes:
+def packed_runs(sequences: Sequence[ScheduledSequence], accepted: Mapping[RequestId, int]) -> bytes:
     fields = array("q")
     for one in sequences:
         fields.extend((*one.request_id, one.start, len(one.tokens), 2 * one.samples + one.is_decode))
+        fields.extend((one.num_drafts, accepted.get(one.request_id, 0)))
     return fields.tobytes()
 
 
-def outlined_batch(digest: IterationDigest) -> ScheduledBatch:
-    """The batch of a digest as far as tables, traces and metrics ask: its tokens and blocks are not those that were computed."""
+def outlined_batch(digest: IterationDigest) -> tuple[ScheduledBatch, dict[RequestId, int]]:
+    """The batch of a digest as far as tables, traces and metrics ask, and the accepted drafts of those that had some.
+
+    Its tokens and blocks are not those that were computed.
+    """
     fields = array("q")
     fields.frombytes(digest.runs)
-    runs = (fields[first : first + FIELDS_PER_RUN] for first in range(0, len(fields), FIELDS_PER_RUN))
-    return ScheduledBatch(tuple(_outlined(*run) for run in runs), digest.num_tokens, digest.preempted)
+    runs = [fields[first : first + FIELDS_PER_RUN] for first in range(0, len(fields), FIELDS_PER_RUN)]
+    sequences = tuple(_outlined(*run[:-1]) for run in runs)
+    accepted = {one.request_id: run[-1] for one, run in zip(sequences, runs, strict=True) if one.num_drafts}
+    num_drafts = sum(one.num_drafts for one in sequences)
+    return ScheduledBatch(sequences, digest.num_tokens, digest.preempted, num_drafts=num_drafts), accepted
 
 
-def _outlined(row: int, sample: int, start: int, length: int, flags: int) -> ScheduledSequence:
+def _outlined(row: int, sample: int, start: int, length: int, flags: int, num_drafts: int) -> ScheduledSequence:
     num_prompt_tokens = start if flags & 1 else start + length
     samples = bool(flags & 2)
     logits = Logits.LAST if samples else Logits.NONE
-    return ScheduledSequence(RequestId(row, sample), (0,) * length, start, (), num_prompt_tokens, GREEDY, samples, logits)
+    return ScheduledSequence(
+        RequestId(row, sample), (0,) * length, start, (), num_prompt_tokens, GREEDY, samples, logits, num_drafts=num_drafts
+    )
 
 
 class Inbox:
@@ -169,7 +179,7 @@ class Replica:
 
     def _digest(self, report: IterationReport, began_s: float) -> IterationDigest:
         return IterationDigest(
-            runs=packed_runs(report.batch.sequences),
+            runs=packed_runs(report.batch.sequences, report.accepted_drafts),
             num_tokens=report.batch.num_tokens,
             preempted=report.batch.preempted,
             finished=tuple(Outcome.of(request) for request in report.finished),

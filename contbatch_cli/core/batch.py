@@ -29,7 +29,8 @@ class ScheduledSequence(NamedTuple):
 
     `block_ids` is the request's block table and covers the run's end; it begins at position `block_start`, 0 unless all layers see a
     window only. Where some do, `window` is the table for these. The run samples one token when `samples` is set, which
-    is so exactly when its end is the last token known and the row asks for more. `history` holds all tokens known, prompt
+    is so exactly when its end is the last token known and the row asks for more. The last `num_drafts` tokens are guesses
+    (`core/drafts.py`): such a run samples at its last known token and at each guess. `history` holds all tokens known, prompt
     first, where a logits processor needs them (`SamplingParams.needs_history`), `num_prompt_tokens` of them being the prompt.
     """
 
@@ -47,29 +48,39 @@ class ScheduledSequence(NamedTuple):
     """The known token that follows the run; only for a run that reports prompt log-probabilities and ends inside the prompt."""
     block_start: int = 0
     window: WindowTable | None = None
+    num_drafts: int = 0
 
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
 
     @property
+    def num_known(self) -> int:
+        """The end without drafts."""
+        return self.start + len(self.tokens) - self.num_drafts
+
+    @property
     def is_decode(self) -> bool:
-        """A run of one token that follows the prompt."""
-        return len(self.tokens) == 1 and self.start >= self.num_prompt_tokens
+        """A run of one known token that follows the prompt."""
+        return len(self.tokens) - self.num_drafts == 1 and self.start >= self.num_prompt_tokens
 
 
 class ScheduledBatch(NamedTuple):
-    """One iteration's plan. `preempted` lost their blocks in it; of `released` ids a runner may forget what it cached."""
+    """One iteration's plan. `preempted` lost their blocks in it; of `released` ids a runner may forget what it cached.
+
+    `num_drafts` of the `num_tokens` tokens are guesses.
+    """
 
     sequences: tuple[ScheduledSequence, ...]
     num_tokens: int
     preempted: tuple[RequestId, ...] = ()
     admitted: tuple[RequestId, ...] = ()
     released: tuple[RequestId, ...] = ()
+    num_drafts: int = 0
 
 
 class SequenceResult(NamedTuple):
-    """What one run gave: its sampled tokens (empty when it does not sample), or the error that fails its row alone."""
+    """What one run gave: its sampled tokens (none when it does not sample, several behind drafts), or its row's own error."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()

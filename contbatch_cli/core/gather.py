@@ -22,8 +22,8 @@ class FlatBatch(NamedTuple):
     `query_starts[i]` to `query_starts[i + 1]`. `context_lens[i]` tokens of sequence i, counted from where its table begins, are
     in the cache once the step's keys and values are written, its own last token being the newest. `block_tables[i]` covers
     them. `logit_rows` (length L) are the flat tokens that need the LM head, ascending; `logit_starts` (S + 1) says which of
-    those rows are whose. `sampling` are the sequences that sample, and `sample_rows` where in `logit_rows` each one's last
-    token stands.
+    those rows are whose. `sampling` are the sequences that sample, and `sample_rows` where in `logit_rows` the tokens that do
+    stand: each one's last known token, and the drafts behind it.
     """
 
     input_ids: list[int]
@@ -62,6 +62,7 @@ def flatten(batch: ScheduledBatch, block_size: int) -> FlatBatch:
         query_starts.append(len(positions))
     logit_rows, logit_starts = _logit_rows(sequences, query_starts)
     sampling = [i for i, sequence in enumerate(sequences) if sequence.samples]
+    ends = [(logit_starts[i + 1], sequences[i].num_drafts) for i in sampling]
     return FlatBatch(
         input_ids=[token for sequence in sequences for token in sequence.tokens],
         position_ids=positions,
@@ -72,7 +73,7 @@ def flatten(batch: ScheduledBatch, block_size: int) -> FlatBatch:
         logit_rows=logit_rows,
         logit_starts=logit_starts,
         sampling=sampling,
-        sample_rows=[logit_starts[i + 1] - 1 for i in sampling],
+        sample_rows=[row for end, num_drafts in ends for row in range(end - 1 - num_drafts, end)],
         block_size=block_size,
     )
 

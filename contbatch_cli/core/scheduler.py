@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from contbatch_cli.core.batch import BatchResult, Logits, ScheduledBatch, ScheduledSequence, SequenceResult, WindowTable
+from contbatch_cli.core.drafts import MAX_DRAFTS, NgramDrafts, may_be_drafted
 from contbatch_cli.core.forecast import OVERCOMMIT, OutputLengths
 from contbatch_cli.core.kv_cache_manager import KVCacheManager, Newcomer, PrefixHit
 from contbatch_cli.core.request import Finish, FinishReason, Request, RequestId
@@ -23,10 +24,11 @@ StopRule = Callable[[Request], Finish | None]
 class Step:
     """The plan of one iteration while it is being made."""
 
-    __slots__ = ("admitted", "budget_left", "preempted", "sequences")
+    __slots__ = ("admitted", "budget_left", "num_drafts", "preempted", "sequences")
 
     def __init__(self, token_budget: int) -> None:
         self.budget_left = token_budget
+        self.num_drafts = 0
         self.sequences: list[ScheduledSequence] = []
         self.preempted: list[RequestId] = []
         self.admitted: list[RequestId] = []
@@ -35,16 +37,28 @@ class Step:
         self.sequences.append(sequence)
         self.budget_left -= len(sequence.tokens)
 
+    def add_drafts(self, place: int, sequence: ScheduledSequence) -> None:
+        """`sequence` takes the place of the same run without drafts."""
+        self.sequences[place] = sequence
+        self.budget_left -= sequence.num_drafts
+        self.num_drafts += sequence.num_drafts
+
 
 class StallFreeScheduler:
     """Plans batches for the requests it was given, and moves them on with the results.
 
     `token_budget` is the most tokens of one step. At most `seats` = min(max_batch_size, token_budget) requests run at once, so
-    that every running request gets a token in every step. `stop_rule` is asked after each new token.
+    that every running request gets a token in every step. `stop_rule` is asked after each new token. Once nothing waits, steps of
+    fewer than `draft_tokens` tokens are filled up to that number with drafts.
     """
 
     def __init__(
-        self, kv: KVCacheManager | GroupedKVCacheManager, token_budget: int, max_batch_size: int, stop_rule: StopRule
+        self,
+        kv: KVCacheManager | GroupedKVCacheManager,
+        token_budget: int,
+        max_batch_size: int,
+        stop_rule: StopRule,
+        draft_tokens: int = 0,
     ) -> None:
         if token_budget < 1 or max_batch_size < 1:
             raise ValueError(f"a step needs room: token_budget {token_budget}, max_batch_size {max_batch_size}")
@@ -54,6 +68,8 @@ class StallFreeScheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.lengths = OutputLengths()
+        self._draft_tokens = min(draft_tokens, token_budget)
+        self._drafts = NgramDrafts()
         self._stop_rule = stop_rule
         self._requests: dict[RequestId, Request] = {}
         self._released: list[RequestId] = []
@@ -82,6 +98,7 @@ class StallFreeScheduler:
         """Plan one iteration. Never empty while there is work; to be followed by `update` or `abort`."""
         step = Step(self.token_budget)
         self._plan(step)
+        self._draft(step)
         assert step.sequences or not self.has_work(), "no request can move on"
         released, self._released = self._released, []
         return ScheduledBatch(
@@ -90,6 +107,7 @@ class StallFreeScheduler:
             tuple(step.preempted),
             tuple(step.admitted),
             tuple(released),
+            step.num_drafts,
         )
 
     def update(self, batch: ScheduledBatch, result: BatchResult) -> list[Request]:
@@ -99,7 +117,7 @@ class StallFreeScheduler:
         requests = self._requests
         for sequence, outcome in zip(batch.sequences, result.results, strict=True):
             request = requests[sequence.request_id]
-            request.num_computed_tokens = sequence.start + len(sequence.tokens)
+            request.num_computed_tokens = sequence.num_known + max(len(outcome.token_ids) - 1, 0)
             request.finish = self._advance(request, sequence, outcome)
             if request.finish is not None:
                 finished.append(request)
@@ -236,6 +254,34 @@ class StallFreeScheduler:
             None if window is None else WindowTable(window.block_ids, window.first_block * kv.block_size),
         )
 
+    def _draft(self, step: Step) -> None:
+        """Fill a small step of a drained batch with drafts, dealt out evenly; where a table cannot grow for them there are none."""
+        if self.waiting:
+            return
+        for place, sequence in enumerate(step.sequences):
+            room = self._draft_tokens - (self.token_budget - step.budget_left)
+            if room <= 0:
+                return
+            if may_be_drafted(sequence):
+                request = self._requests[sequence.request_id]
+                most = min(MAX_DRAFTS, room // (len(step.sequences) - place), request.max_num_tokens - request.num_tokens)
+                drafts = self._drafts.propose(request, most) if most > 0 else ()
+                if drafts and self.kv.grow(request.request_id, sequence.start, sequence.end + len(drafts)):
+                    step.add_drafts(place, self._drafted(sequence, drafts))
+
+    def _drafted(self, sequence: ScheduledSequence, drafts: tuple[int, ...]) -> ScheduledSequence:
+        """A decode with drafts behind its token, which its table has grown for."""
+        table = self.kv.tables[sequence.request_id]
+        size, window = self.kv.block_size, table.window
+        return sequence._replace(
+            tokens=sequence.tokens + drafts,
+            num_drafts=len(drafts),
+            logits=Logits.ALL,
+            block_ids=table.block_ids,
+            block_start=table.first_block * size,
+            window=None if window is None else WindowTable(window.block_ids, window.first_block * size),
+        )
+
     # The results
 
     def _advance(self, request: Request, sequence: ScheduledSequence, outcome: SequenceResult) -> Finish | None:
@@ -265,6 +311,7 @@ class StallFreeScheduler:
     def _retire(self, request: Request) -> None:
         self.kv.release(request.request_id)
         self._released.append(request.request_id)
+        self._drafts.forget(request.request_id)
         del self._requests[request.request_id]
         assert request.finish is not None
         if request.num_output_tokens and request.finish.reason is not FinishReason.ERROR:

@@ -7,12 +7,14 @@ Shape legend: T tokens of the step, L logit rows, S sampled rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Protocol
 
 import torch
 
 from contbatch_cli.core.batch import BatchResult, Logits, ScheduledBatch, ScheduledSequence, SequenceResult
+from contbatch_cli.core.drafts import accepted, sampled_runs
 from contbatch_cli.core.gather import FlatBatch, flatten, flatten_windows
 from contbatch_cli.errors import RowError
 from contbatch_cli.model.attention import AttentionBackend, CachedStep, attending
@@ -61,10 +63,12 @@ class ModelRunner:
         logits = self._forward(batch, flat)
         results = [SequenceResult()] * flat.num_sequences
         if flat.sampling:
-            sampled = self.sampler.sample(_rows(logits, flat), [batch.sequences[i] for i in flat.sampling])
-            for i, result in zip(flat.sampling, sampled, strict=True):
-                results[i] = result
-        if len(flat.logit_rows) > len(flat.sampling):
+            sampling = [batch.sequences[i] for i in flat.sampling]
+            runs = sampling if not batch.num_drafts else [run for sequence in sampling for run in sampled_runs(sequence)]
+            sampled = iter(self.sampler.sample(_rows(logits, flat), runs))
+            for i, sequence in zip(flat.sampling, sampling, strict=True):
+                results[i] = next(sampled) if not sequence.num_drafts else _accepted(sequence, sampled)
+        if len(flat.logit_rows) > len(flat.sample_rows):
             self._add_prompt_logprobs(batch.sequences, flat, logits, results)
         return BatchResult(results)
 
@@ -96,6 +100,11 @@ class ModelRunner:
                     results[i] = SequenceResult(error=f"{error.code}: {error.message}")
                 else:
                     results[i] = results[i]._replace(prompt_logprobs=found)
+
+
+def _accepted(sequence: ScheduledSequence, sampled: Iterator[SequenceResult]) -> SequenceResult:
+    """The result of a run with drafts; takes what was sampled for it."""
+    return accepted(sequence, list(islice(sampled, 1 + sequence.num_drafts)))
 
 
 def _rows(logits: torch.Tensor, flat: FlatBatch) -> torch.Tensor:

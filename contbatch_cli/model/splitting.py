@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from contbatch_cli.core.batch import BatchResult, Logits, ScheduledBatch, ScheduledSequence, SequenceResult
+from contbatch_cli.core.drafts import without_drafts
 from contbatch_cli.errors import EngineError
 
 
@@ -19,7 +20,7 @@ class Executes(Protocol):
 
 
 class SplittingRunner:
-    """A runner that halves what does not fit into memory, down to one token.
+    """A runner that leaves out drafts and then halves what does not fit into memory, down to one token.
 
     `is_out_of_memory` tells that error from others, which pass through; `free_memory` is called before each further attempt. A piece is
     run again from its beginning: it writes the same keys and values to the same slots. `num_splits` counts the halvings.
@@ -41,6 +42,8 @@ class SplittingRunner:
         message = self._try(batch)
         if isinstance(message, BatchResult):
             return message
+        if batch.num_drafts:
+            return self.execute(without_drafts(batch))
         if batch.num_tokens == 1:
             end = batch.sequences[0].end
             raise EngineError(

@@ -29,6 +29,7 @@ from unittest.mock import patch
 
 from contbatch_cli import build
 from contbatch_cli.core.batch import BatchResult, ScheduledBatch, ScheduledSequence, SequenceResult
+from contbatch_cli.core.drafts import accepted, sampled_runs
 from contbatch_cli.data.tokenizer import byte_alphabet
 
 EOS, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -188,6 +189,11 @@ class ScriptedRunner:
         return BatchResult([self._result(sequence) for sequence in batch.sequences])
 
     def _result(self, sequence: ScheduledSequence) -> SequenceResult:
+        if sequence.num_drafts:
+            return accepted(sequence, [self._sampled(run) for run in sampled_runs(sequence)])
+        return self._sampled(sequence)
+
+    def _sampled(self, sequence: ScheduledSequence) -> SequenceResult:
         entry = self._written(sequence)
         if not sequence.samples:
             return SequenceResult()

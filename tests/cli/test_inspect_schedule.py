@@ -14,7 +14,8 @@ import pytest
 from contbatch_cli.build import Executor, Inputs, build_engine, open_model, prepare_job, resolved_config, stop_rule
 from contbatch_cli.cli.rehearsal import Rehearsals, rehearsal_memory
 from contbatch_cli.config_files import Effective, load_config
-from contbatch_cli.core.batch import BatchResult, ScheduledBatch, SequenceResult
+from contbatch_cli.core.batch import BatchResult, ScheduledBatch, ScheduledSequence, SequenceResult
+from contbatch_cli.core.drafts import accepted, sampled_runs
 from contbatch_cli.core.request import Request
 from contbatch_cli.data.detokenizer import StopStringRule
 from contbatch_cli.data.readers import InputOptions
@@ -48,12 +49,14 @@ class HashRunner:
     """A stand-in for a model: the next token follows from the tokens before it, and is now and then EOS."""
 
     def execute(self, batch: ScheduledBatch) -> BatchResult:
-        results = []
-        for sequence in batch.sequences:
-            rng = random.Random(f"{sequence.request_id} {sequence.start + len(sequence.tokens)}")
-            token = EOS if rng.random() < 0.05 else rng.randint(100, 120)
-            results.append(SequenceResult((token,) if sequence.samples else ()))
-        return BatchResult(results)
+        return BatchResult([self._result(one) if one.samples else SequenceResult() for one in batch.sequences])
+
+    def _result(self, sequence: ScheduledSequence) -> SequenceResult:
+        return accepted(sequence, [self._sampled(run) for run in sampled_runs(sequence)])
+
+    def _sampled(self, sequence: ScheduledSequence) -> SequenceResult:
+        rng = random.Random(f"{sequence.request_id} {sequence.end}")
+        return SequenceResult((EOS if rng.random() < 0.05 else rng.randint(100, 103),))
 
 
 def configure(**keys: object) -> Callable[..., Effective]:
@@ -114,6 +117,9 @@ def test_a_rehearsal_fed_with_the_output_equals_the_run(tmp_path: Path, keys: di
     (tmp_path / "trace.jsonl").write_text(trace)
     measured = [iteration._replace(start_s=0, elapsed_s=0) for iteration in read_trace(tmp_path / "trace.jsonl")[1]]
     assert rehearsed == measured
+    runs = [one for iteration in measured for one in iteration.scheduled]
+    if keys.get("cache__num_blocks") != 60:
+        assert 0 < sum(one.num_accepted for one in runs) < sum(one.num_drafts for one in runs)
     if keys.get("cache__num_blocks") == 90:
         assert any(iteration.preempted for iteration in measured)
 

@@ -11,8 +11,8 @@ import pytest
 from contbatch_cli.cli.replica_lines import live_lines
 from contbatch_cli.cluster.cluster_engine import ClusterEngine, Event, Joined, Lost, ReplicaState
 from contbatch_cli.cluster.dispatcher import Dispatcher
-from contbatch_cli.cluster.replica import Replica, outlined_batch
-from contbatch_cli.core.batch import BatchResult, ScheduledBatch, SequenceResult
+from contbatch_cli.cluster.replica import IterationDigest, Replica, outlined_batch, packed_runs
+from contbatch_cli.core.batch import BatchResult, Logits, ScheduledBatch, ScheduledSequence, SequenceResult
 from contbatch_cli.core.job_order import JobQueue
 from contbatch_cli.core.kv_cache_manager import KVCacheManager
 from contbatch_cli.core.request import GREEDY, FinishReason, Request, RequestId
@@ -53,7 +53,8 @@ def test_digests_tell_the_iterations_that_were_run() -> None:
         digests += more
     assert len(digests) == len(runner.batches)
     for digest, batch in zip(digests, runner.batches, strict=True):
-        outline = outlined_batch(digest)
+        outline, accepted = outlined_batch(digest)
+        assert accepted == {}
         assert outline.num_tokens == batch.num_tokens
         assert [(one.request_id, one.start, one.end, one.is_decode, one.samples) for one in outline.sequences] == [
             (one.request_id, one.start, one.end, one.is_decode, one.samples) for one in batch.sequences
@@ -65,6 +66,15 @@ def test_digests_tell_the_iterations_that_were_run() -> None:
     next(outcome for outcome in outcomes if outcome.request_id == mine.request_id).fill_in(mine)
     assert (mine.output_ids, mine.prompt_ids) == ([7] * 7, list(range(4, 18)))
     assert mine.finish is not None and mine.finish.reason is FinishReason.LENGTH
+
+
+def test_digests_tell_of_drafts() -> None:
+    sequence = ScheduledSequence(RequestId(3, 1), (5, 6, 7), 10, (0,), 4, GREEDY, True, Logits.ALL, num_drafts=2)
+    digest = IterationDigest(packed_runs([sequence], {RequestId(3, 1): 1}), 3, (), (), 1, 0, 1, 8, 32, 0.0, 0.1)
+    outline, accepted = outlined_batch(pickle.loads(pickle.dumps(digest)))
+    assert accepted == {RequestId(3, 1): 1} and outline.num_drafts == 2
+    (run,) = outline.sequences
+    assert (run.is_decode, run.num_drafts, run.num_known, run.end) == (True, 2, 11, 13)
 
 
 def test_a_stretch_ends_where_a_seat_becomes_free_and_is_short_where_more_rows_wait() -> None:

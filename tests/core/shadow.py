@@ -19,8 +19,11 @@ class StepFailed(Exception):
 
 
 def next_token(prefix: Sequence[int], adapter: str | None) -> int:
-    """A fixed function of all tokens so far: a text does not depend on anything else."""
-    return random.Random(hash((tuple(prefix), len(adapter or "")))).randrange(VOCABULARY)
+    """A fixed function of all tokens so far: a text does not depend on anything else. Half of the time the last two decide."""
+    rng = random.Random(hash((tuple(prefix), len(adapter or ""))))
+    if rng.random() < 0.5:
+        rng = random.Random(hash(tuple(prefix[-2:])))
+    return rng.randrange(VOCABULARY)
 
 
 def stop_rule(request: Request) -> Finish | None:
@@ -79,6 +82,8 @@ class ShadowRunner:
         self.pools = pools_of(kv)
         self.requests = requests
         self.num_computed_tokens = 0
+        self.num_drafts = 0
+        self.num_accepted = 0
 
     def execute(self, batch: ScheduledBatch, fail_after: int | None = None) -> BatchResult:
         """Runs the plan; with `fail_after`, writes that many of its sequences and raises StepFailed."""
@@ -89,14 +94,20 @@ class ShadowRunner:
         for sequence in batch.sequences:
             self._read(sequence)
         self.num_computed_tokens += batch.num_tokens
+        self.num_drafts += batch.num_drafts
         return BatchResult([self._sample(sequence) for sequence in batch.sequences])
 
     def _content(self, sequence: ScheduledSequence, position: int) -> tuple[object, ...]:
-        return (sequence.adapter, *self.requests[sequence.request_id].token_ids[: position + 1])
+        known = self.requests[sequence.request_id].token_ids[: min(position + 1, sequence.num_known)]
+        return (sequence.adapter, *known, *sequence.tokens[sequence.num_known - sequence.start :][: position + 1 - len(known)])
 
     def _write(self, sequence: ScheduledSequence) -> None:
         request = self.requests[sequence.request_id]
-        assert list(sequence.tokens) == request.token_ids[sequence.start : sequence.end]
+        assert (
+            list(sequence.tokens[: sequence.num_known - sequence.start])
+            == request.token_ids[sequence.start : sequence.num_known]
+        )
+        assert len(request.token_ids) >= sequence.num_known
         for pool in self.pools:
             for position in range(sequence.start, sequence.end):
                 pool.slots[pool.slot(sequence, position)] = self._content(sequence, position)
@@ -110,4 +121,11 @@ class ShadowRunner:
     def _sample(self, sequence: ScheduledSequence) -> SequenceResult:
         if not sequence.samples:
             return SequenceResult()
-        return SequenceResult((next_token(self.requests[sequence.request_id].token_ids, sequence.adapter),))
+        prefix, sampled = list(self.requests[sequence.request_id].token_ids), []
+        for draft in (*sequence.tokens[len(sequence.tokens) - sequence.num_drafts :], None):
+            sampled.append(next_token(prefix, sequence.adapter))
+            if sampled[-1] != draft:
+                break
+            prefix.append(sampled[-1])
+        self.num_accepted += len(sampled) - 1
+        return SequenceResult(tuple(sampled))

@@ -32,9 +32,16 @@ class Optimist(OutputLengths):
 class World:
     """A scheduler, its requests and a shadow runner; `step` plans, checks, runs and checks again."""
 
-    def __init__(self, policy: str, kv: KVCacheManager | GroupedKVCacheManager, token_budget: int, max_batch_size: int) -> None:
+    def __init__(
+        self,
+        policy: str,
+        kv: KVCacheManager | GroupedKVCacheManager,
+        token_budget: int,
+        max_batch_size: int,
+        draft_tokens: int = 0,
+    ) -> None:
         self.kv = kv
-        self.scheduler = POLICIES[policy](kv, token_budget, max_batch_size, stop_rule)
+        self.scheduler = POLICIES[policy](kv, token_budget, max_batch_size, stop_rule, draft_tokens)
         self.is_stall_free = policy == "stall_free"
         self.requests: dict[RequestId, Request] = {}
         self.runner = ShadowRunner(kv, self.requests)
@@ -73,6 +80,8 @@ class World:
         assert ids, "an empty batch while there is work"
         assert batch.num_tokens == sum(len(sequence.tokens) for sequence in batch.sequences) <= self.scheduler.token_budget
         assert len(set(ids)) == len(ids) <= self.scheduler.seats
+        assert batch.num_drafts == sum(sequence.num_drafts for sequence in batch.sequences)
+        assert not (batch.num_drafts and self.scheduler.waiting), "drafts while a request waits"
         assert not set(ids) & set(batch.preempted), "planned and preempted in one step"
         assert oldest not in batch.preempted, "the oldest was preempted"
         assert not (batch.admitted and batch.preempted), "admitted in a step that preempted"
@@ -126,7 +135,7 @@ def draw_world(seed: int, kind: str = "plain") -> tuple[World, random.Random]:
         kv = WindowedKVCacheManager(rng.randint(max(span // 2, 2), 2 * span), block_size, window, token_budget)
     else:
         kv = grouped_cache(num_blocks, block_size, window, token_budget, rng.randint(1, num_blocks))
-    world = World(policy, kv, token_budget, rng.randint(1, 12))
+    world = World(policy, kv, token_budget, rng.randint(1, 12), rng.choice([0, 8, 24]))
     if rng.random() < 0.5:
         world.scheduler.lengths = Optimist()
     stems = [[rng.randrange(VOCABULARY_OF_PROMPTS) for _ in range(rng.randint(1, 24))] for _ in range(3)]
@@ -159,11 +168,13 @@ def test_drawn_workloads_keep_every_invariant() -> None:
     assert sum(world.num_preemptions for world in worlds) > 50, "the workloads do not press on the cache"
     assert sum(world.num_failures for world in worlds) > 500
     assert sum(request.num_cached_tokens > 0 for world in worlds for request in world.finished) > 200
+    assert sum(world.runner.num_accepted for world in worlds) > 200, "hardly a draft was right"
+    assert sum(world.runner.num_drafts - world.runner.num_accepted for world in worlds) > 200, "hardly a draft was wrong"
 
 
 @pytest.mark.parametrize("kind", ["windowed", "grouped"])
 def test_drawn_workloads_with_windows_keep_every_invariant(kind: str) -> None:
-    worlds = [run_drawn(seed, kind) for seed in range(200)]
+    worlds = [run_drawn(seed, kind) for seed in range(400)]
     assert sum(world.num_preemptions for world in worlds) > 15, "the workloads do not press on the cache"
     assert sum(world.num_failures for world in worlds) > 300
     ran = [request for world in worlds for request in world.finished if request.output_ids]
@@ -193,14 +204,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         token_budget=st.integers(1, 16),
         seats=st.integers(1, 8),
         window=st.none() | st.integers(1, 8),
+        draft_tokens=st.sampled_from([0, 8]),
     )
     def start(
-        self, policy: str, num_blocks: int, block_size: int, caching: bool, token_budget: int, seats: int, window: int | None
+        self,
+        policy: str,
+        num_blocks: int,
+        block_size: int,
+        caching: bool,
+        token_budget: int,
+        seats: int,
+        window: int | None,
+        draft_tokens: int,
     ) -> None:
         kv: KVCacheManager | GroupedKVCacheManager = KVCacheManager(num_blocks, block_size, caching)
         if window is not None:
             kv = grouped_cache(num_blocks, block_size, window, token_budget, 1)
-        self.world = World(policy, kv, token_budget, seats)
+        self.world = World(policy, kv, token_budget, seats, draft_tokens)
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20),
