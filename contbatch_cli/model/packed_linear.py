@@ -48,6 +48,22 @@ class NativeLinear(nn.Module):
             self._library.linear(byref(self._linear), x.data_ptr(), rows, out.data_ptr(), None, torch.get_num_threads())
         return out
 
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Rows of the unpacked weight: [..., K] for indices [...]."""
+        rows: torch.Tensor = self._packed[indices // self._library.panel, :, indices % self._library.panel]
+        return rows
+
+
+class PackedEmbedding(nn.Module):
+    """Ids [...] to [..., K] from the packed weight of the LM head that the embedding is tied to, so that there is one copy."""
+
+    def __init__(self, head: NativeLinear) -> None:
+        super().__init__()
+        self._head = head
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._head.rows(ids)
+
 
 class OneDnnLinear(nn.Module):
     """x [..., K] to [..., N] with oneDNN's packed weight."""

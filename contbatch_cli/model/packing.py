@@ -1,14 +1,17 @@
-"""Makes a loaded model fast on a CPU: decoder layers swapped for kernels, all other linears packed. In place."""
+"""Makes a loaded model fast on a CPU, in place: decoder layers run as kernels, other linears are packed, each weight has one copy."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from contbatch_cli.model import cpu_kernels
+from contbatch_cli.model.memory import release_unused
 from contbatch_cli.model.native_layer import swap_layers
-from contbatch_cli.model.packed_linear import pack_linears
+from contbatch_cli.model.packed_linear import NativeLinear, PackedEmbedding, pack_linears
 
 
 class Packing(NamedTuple):
@@ -22,7 +25,19 @@ class Packing(NamedTuple):
         return f"{self.num_layers} layers native, {self.num_linears} weights packed ({kind})"
 
 
-def pack_model(model: nn.Module, backend: str) -> Packing:
+def pack_model(model: PreTrainedModel, backend: str) -> Packing:
     """Pack a model that lies on a CPU and runs with that attention backend. The original weights are given up."""
     num_layers = swap_layers(model) if backend == "cpu_native" else 0
-    return Packing(num_layers, pack_linears(model))
+    is_tied = _is_tied(model)
+    packing = Packing(num_layers, pack_linears(model))
+    if is_tied and isinstance(head := model.get_output_embeddings(), NativeLinear):
+        model.set_input_embeddings(PackedEmbedding(head))
+    release_unused(torch.device("cpu"))
+    return packing
+
+
+def _is_tied(model: PreTrainedModel) -> bool:
+    """Whether a plain embedding that nobody (an adapter) listens to has the LM head's very weight."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_plain = type(embedding) is nn.Embedding and type(head) is nn.Linear and embedding.max_norm is None
+    return is_plain and embedding.weight is head.weight and not embedding._forward_hooks
