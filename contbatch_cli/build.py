@@ -23,7 +23,7 @@ from contbatch_cli.data import model_store
 from contbatch_cli.data.chat_template import ChatTemplate, split_reasoning
 from contbatch_cli.data.detokenizer import StopStringRule
 from contbatch_cli.data.job_rows import JobRows, Patience, ReadRow, RowReader, Waiting, forever
-from contbatch_cli.data.model_files import ModelInfo, fingerprint
+from contbatch_cli.data.model_files import ModelInfo, fingerprint, num_adapter_parameters
 from contbatch_cli.data.prepare import ModelLimits, PreparedRow, Preparer, SamplingDefaults
 from contbatch_cli.data.readers import InputOptions, read_rows
 from contbatch_cli.data.records import Completion
@@ -45,6 +45,7 @@ from contbatch_cli.sizing import (
     most_blocks,
     resolve_sizes,
 )
+from contbatch_cli.units import counted
 
 if TYPE_CHECKING:
     from contbatch_cli.model.grammar import LazyGrammarMasks
@@ -65,6 +66,11 @@ class TextModel:
     tokenizer: Tokenizer
     template: ChatTemplate
     adapters: Mapping[str, Path] = field(default_factory=dict)
+
+    @property
+    def num_parameters(self) -> int:
+        """Those of the model and of its adapters, all of which are loaded."""
+        return self.info.num_parameters + sum(map(num_adapter_parameters, self.adapters.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,17 +159,17 @@ def device_kind(config: ModelConfig) -> str:
     return config.device.partition(":")[0]
 
 
-def device_memory(config: ModelConfig, info: ModelInfo) -> DeviceMemory:
-    """What will be free on the device once the weights are there. Imports torch for a CUDA device."""
+def device_memory(config: ModelConfig, model: TextModel) -> DeviceMemory:
+    """What will be free on the device once the weights are there, those of adapters too. Imports torch for a CUDA device."""
     kind = device_kind(config)
     free_bytes = _cuda_free_bytes(config) if kind == "cuda" else None
     if free_bytes is None:
         kind, free_bytes = "cpu", machine.free_memory_bytes()
-    return DeviceMemory(kind, max(free_bytes - weights_bytes(config, kind, info), 0))
+    return DeviceMemory(kind, max(free_bytes - weights_bytes(config, kind, model), 0))
 
 
-def weights_bytes(config: ModelConfig, kind: str, info: ModelInfo) -> int:
-    return info.num_parameters * DTYPE_BYTES[dtype_name(config, kind, info)]
+def weights_bytes(config: ModelConfig, kind: str, model: TextModel) -> int:
+    return model.num_parameters * DTYPE_BYTES[dtype_name(config, kind, model.info)]
 
 
 def _cuda_free_bytes(config: ModelConfig) -> int | None:
@@ -247,6 +253,14 @@ def block_bytes(config: Config, info: ModelInfo, memory: DeviceMemory) -> int:
     return num_layers * _layer_block_bytes(config, info, memory)
 
 
+def window_block_bytes(config: Config, info: ModelInfo, memory: DeviceMemory) -> int:
+    """Bytes of one block of the pool of their own that layers with a window have where others see everything; else 0."""
+    windows = layer_windows(info)
+    if windows is None or windows.are_all:
+        return 0
+    return len(windows.layers) * _layer_block_bytes(config, info, memory)
+
+
 def _layer_block_bytes(config: Config, info: ModelInfo, memory: DeviceMemory) -> int:
     per_token = info.kv_bytes_per_token(DTYPE_BYTES[dtype_name(config.model, memory.kind, info)])
     return int(block_size_of(config.cache).value) * per_token // info.num_layers
@@ -257,8 +271,7 @@ def cache_limit(config: Config, info: ModelInfo, memory: DeviceMemory) -> tuple[
     block_size, windows, own = int(block_size_of(config.cache).value), layer_windows(info), None
     if windows is not None and not windows.are_all:
         seats, budget = largest_step(config.scheduler, memory.kind)
-        own_bytes = len(windows.layers) * _layer_block_bytes(config, info, memory)
-        own = WindowShare(own_bytes, seats * window_span(windows.window, budget, block_size))
+        own = WindowShare(window_block_bytes(config, info, memory), seats * window_span(windows.window, budget, block_size))
     return block_size, most_blocks(config.cache, block_bytes(config, info, memory), memory, own)
 
 
@@ -427,7 +440,7 @@ def _check_windows(job: Job, loaded: LoadedModel) -> None:
         window = loaded.windows[layer]
         if window is None or window > job.windows.window:
             raise UsageError(
-                f"model: layer {layer} of {job.config.model.name} sees {'all' if window is None else f'{window:,}'} tokens, "
+                f"model: layer {layer} of {job.config.model.name} sees {'all tokens' if window is None else counted(window, 'token')}, "
                 f"a window of {job.windows.window:,} was read from its config.json"
             )
 
@@ -479,14 +492,16 @@ def header_lines(job: Job, executor: Executor) -> list[str]:
         f"model     {job.config.model.name}, {executor.description}{_adapters_clause(job.model)}",
         f"schedule  {job.config.scheduler.policy}, budget {sizes.token_budget:,} ({reasons['scheduler.token_budget']}), "
         f"batch {sizes.max_batch_size:,} ({reasons['scheduler.max_batch_size']}), order {job.order.value} ({job.order.reason})"
-        + (
-            f", drafts up to {sizes.draft_tokens} tokens a step ({reasons['scheduler.draft_tokens']})"
-            if sizes.draft_tokens
-            else ""
-        ),
-        f"cache     {sizes.num_blocks:,} blocks of {sizes.block_size} = {tokens:,} tokens "
+        f"{_drafts_clause(sizes)}",
+        f"cache     {counted(sizes.num_blocks, 'block')} of {sizes.block_size} = {counted(tokens, 'token')} "
         f"({reasons['cache.num_blocks']}){_windows_clause(job)}, prefix cache {caching}",
     ]
+
+
+def _drafts_clause(sizes: Sizes) -> str:
+    if not sizes.draft_tokens:
+        return ""
+    return f", drafts up to {counted(sizes.draft_tokens, 'token')} a step ({sizes.reasons['scheduler.draft_tokens']})"
 
 
 def _windows_clause(job: Job) -> str:
@@ -494,8 +509,8 @@ def _windows_clause(job: Job) -> str:
     if windows is None:
         return ""
     if windows.are_all:
-        return f", for the last {windows.window:,} tokens of each row"
-    own = f"{job.sizes.num_window_blocks:,} for {len(windows.layers)} of {windows.num_layers} layers"
+        return f", for the last {counted(windows.window, 'token')} of each row"
+    own = f"{job.sizes.num_window_blocks:,} for {len(windows.layers)} of {counted(windows.num_layers, 'layer')}"
     return f", {own} with a window of {windows.window:,}"
 
 

@@ -25,6 +25,7 @@ from contbatch_cli.core.request import Request
 from contbatch_cli.engine import Clock
 from contbatch_cli.errors import ContbatchError, EngineError, UsageError
 from contbatch_cli.sizing import DeviceMemory, Sizes
+from contbatch_cli.units import counted
 
 WAIT_S = 0.5
 PROBE_GRACE_S = 20.0
@@ -193,7 +194,7 @@ class RayPool:
         error = self._errors[-1] if self._errors else None
         if isinstance(error, ContbatchError):
             raise error
-        raise EngineError(f"none of {len(self._members)} replicas could start: {error}")
+        raise EngineError(f"none of {counted(len(self._members), 'replica')} could start: {error}")
 
     def _started(self, number: int, num_restarts: int = 0) -> _Member:
         share = self.share

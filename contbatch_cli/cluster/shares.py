@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from contbatch_cli.errors import UsageError
+from contbatch_cli.units import counted
 
 
 class Node(NamedTuple):
@@ -40,7 +41,7 @@ def share_out(nodes: Sequence[Node], replicas: int | Literal["auto"], device: st
         return _gpu_share(nodes, replicas, gpus_each)
     num_machines = sum(node.num_cpus > 0 for node in nodes)
     if not num_machines:
-        raise UsageError(f"cluster.replicas {replicas}: the {len(nodes)} machines of the cluster have no CPUs to compute with")
+        raise UsageError(f"cluster.replicas {replicas}: none of {counted(len(nodes), 'machine')} has CPUs to compute with")
     return _cpu_share([node.num_cpus for node in nodes], num_machines if replicas == "auto" else replicas)
 
 
@@ -50,7 +51,7 @@ def _gpu_share(nodes: Sequence[Node], replicas: int | Literal["auto"], gpus_each
     wanted = most if replicas == "auto" else replicas
     if wanted > most or not most:
         need = "a GPU" if gpus_each == 1 else f"{gpus_each} GPUs of one machine"
-        raise UsageError(f"cluster.replicas {replicas}: each needs {need}, and {len(nodes)} machines have {num_gpus}")
+        raise UsageError(f"cluster.replicas {replicas}: each needs {need}: {num_gpus} on {counted(len(nodes), 'machine')}")
     per_gpu = min(node.num_cpus / node.num_gpus for node in nodes if node.num_gpus >= gpus_each)
     cpus = per_gpu * gpus_each
     return Share(wanted, "cuda", min(1.0, cpus), max(int(cpus), 1), gpus_each)

@@ -21,6 +21,7 @@ from contbatch_cli.model.attention import ATTENTION_NAME, AttentionBackend, back
 from contbatch_cli.model.kv_cache import LayerShape
 from contbatch_cli.model.lora import Adapters, read_checkpoint
 from contbatch_cli.model.probe import check_class, check_model, layers_of
+from contbatch_cli.units import counted
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FIXED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
@@ -223,7 +224,8 @@ def resolve_device(wanted: str) -> Choice:
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"model.device: {wanted!r} is not one of auto, cpu, cuda, cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"model.device: {wanted!r} is not here; torch sees {torch.cuda.device_count()} CUDA devices")
+        there = counted(torch.cuda.device_count(), "CUDA device")
+        raise UsageError(f"model.device: {wanted!r} is not here; torch sees {there}")
     return Choice(wanted, "as configured")
 
 

@@ -12,6 +12,7 @@ from contbatch_cli.model import cpu_kernels
 from contbatch_cli.model.memory import release_unused
 from contbatch_cli.model.native_layer import swap_layers
 from contbatch_cli.model.packed_linear import NativeLinear, PackedEmbedding, pack_linears
+from contbatch_cli.units import counted
 
 
 class Packing(NamedTuple):
@@ -22,7 +23,7 @@ class Packing(NamedTuple):
 
     def __str__(self) -> str:
         kind = "compiled kernels" if cpu_kernels.library() is not None else "oneDNN"
-        return f"{self.num_layers} layers native, {self.num_linears} weights packed ({kind})"
+        return f"{counted(self.num_layers, 'layer')} native, {counted(self.num_linears, 'weight')} packed ({kind})"
 
 
 def pack_model(model: PreTrainedModel, backend: str) -> Packing:

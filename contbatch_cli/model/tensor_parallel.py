@@ -42,6 +42,7 @@ from contbatch_cli.model.loading import LoadedModel, load_model, read_config, re
 from contbatch_cli.model.memory import is_out_of_memory
 from contbatch_cli.model.rank import END, GO, READY, RankTask, in_one_line
 from contbatch_cli.model.runner import LogitsSampler, ModelRunner
+from contbatch_cli.units import counted
 
 HOST = "127.0.0.1"
 STDERR = 2
@@ -80,8 +81,7 @@ class SplitModel:
         size, device = self.ranks.size, self.loaded.device
         if device.type == "cuda":
             return f"{size} devices, tensor parallel"
-        threads = torch.get_num_threads()
-        return f"{size} processes of {threads} thread{'s' if threads > 1 else ''}, tensor parallel"
+        return f"{size} processes of {counted(torch.get_num_threads(), 'thread')}, tensor parallel"
 
 
 def load_split(directory: Path, settings: ModelConfig, sizes: CacheSizes) -> SplitModel:
@@ -115,7 +115,7 @@ def split_devices(wanted: str, size: int) -> list[torch.device]:
     start = first.index or 0
     count = torch.cuda.device_count() - start
     if count < size:
-        raise UsageError(f"model.tensor_parallel {size}: torch sees {count} CUDA devices from cuda:{start} on")
+        raise UsageError(f"model.tensor_parallel {size}: torch sees {counted(count, 'CUDA device')} from cuda:{start} on")
     return [torch.device("cuda", start + rank) for rank in range(size)]
 
 
@@ -134,7 +134,9 @@ def refuse_unsplittable(config: PretrainedConfig, size: int) -> None:
     num_heads = config.num_attention_heads
     for kind, count in (("attention", num_heads), ("key/value", getattr(config, "num_key_value_heads", None) or num_heads)):
         if count % size:
-            raise _unsplittable(name, size, f"{count} {kind} heads cannot be shared out evenly between {size} devices")
+            raise _unsplittable(
+                name, size, f"{counted(count, f'{kind} head')} cannot be shared out evenly between {size} devices"
+            )
 
 
 def _unsplittable(name: str, size: int, reason: str) -> UsageError:

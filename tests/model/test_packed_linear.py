@@ -108,7 +108,9 @@ def test_an_embedding_that_is_tied_to_the_lm_head_reads_its_packed_weight(is_tie
 
 @torch.inference_mode()
 def test_an_embedding_that_an_adapter_listens_to_stays():
-    model = AutoModelForCausalLM.from_config(llama_config(), tie_word_embeddings=True).eval()
+    config = llama_config()
+    config.tie_word_embeddings = True
+    model = AutoModelForCausalLM.from_config(config).eval()
     model.get_input_embeddings().register_forward_hook(lambda module, arguments, output: output)
     pack_model(model, "cpu")
     assert type(model.get_input_embeddings()) is nn.Embedding
