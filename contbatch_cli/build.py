@@ -49,7 +49,9 @@ from contbatch_cli.units import counted
 
 if TYPE_CHECKING:
     from contbatch_cli.model.grammar import LazyGrammarMasks
+    from contbatch_cli.model.kv_cache import WindowPool
     from contbatch_cli.model.loading import LoadedModel
+    from contbatch_cli.model.tensor_parallel import SplitModel
 
 PROMPT_END_TOKENS = 16
 """How much of a prompt is looked at for an opening that its template wrote."""
@@ -171,16 +173,24 @@ def weights_bytes(config: ModelConfig, kind: str, model: TextModel) -> int:
 
 
 def _cuda_free_bytes(config: ModelConfig) -> int | None:
-    """Free memory of the device; None where a driver is loaded and torch still finds nothing that `auto` could take.
+    """Free memory of the device, or of those that hold the model together, each as if it had the least of them.
 
-    Raises UsageError for a device that the user named and that is not there.
+    None where a driver is loaded and torch still finds nothing that `auto` could take. Raises UsageError for a device that the
+    user named and that is not there.
     """
     import torch
 
     from contbatch_cli.model.loading import resolve_device
 
     device = torch.device(resolve_device(config.device))
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    if config.tensor_parallel > 1:
+        from contbatch_cli.model.tensor_parallel import split_devices
+
+        devices = split_devices(config.device, config.tensor_parallel)
+        return len(devices) * min(torch.cuda.mem_get_info(one)[0] for one in devices)
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def stop_rule(texts: StopStringRule, executor: Executor) -> StopRule:
@@ -352,7 +362,7 @@ def _context_reason(info: ModelInfo) -> str:
 def build_executor(job: Job) -> Executor:
     """The model with its weights on its device, its cache and its sampler. Imports torch."""
     from contbatch_cli.model.deterministic import make_deterministic
-    from contbatch_cli.model.kv_cache import KVCache, WindowPool
+    from contbatch_cli.model.kv_cache import KVCache
     from contbatch_cli.model.loading import load_model
     from contbatch_cli.model.memory import is_out_of_memory, release_unused
     from contbatch_cli.model.packing import pack_model
@@ -361,36 +371,66 @@ def build_executor(job: Job) -> Executor:
     from contbatch_cli.model.splitting import SplittingRunner
     from contbatch_cli.model.verification import LoneRunner
 
-    settings = job.config.model
+    settings, split = job.config.model, None
     if job.config.engine.deterministic:
         _refuse_adapters(job.model)
         settings = replace(settings, attention="deterministic")
-    loaded = load_model(job.model.info.path, settings, job.model.adapters)
+    if settings.tensor_parallel > 1:
+        split = _load_split(job)
+    loaded = split.loaded if split else load_model(job.model.info.path, settings, job.model.adapters)
     model, how = loaded.model, f"attention {loaded.attention_choice}"
     if job.config.engine.deterministic:
         model, tiles = make_deterministic(loaded.model, loaded.layers, loaded.dtype, job.sizes.token_budget)
         how = f"deterministic: {tiles}"
+    elif split is not None:
+        how = f"{split}, {how}"
     elif loaded.device.type == "cpu" and loaded.attention_choice in ("cpu", "cpu_native"):
         how += f", {pack_model(model, loaded.attention_choice)}"
     _check_windows(job, loaded)
-    own = WindowPool(job.windows.layers, job.sizes.num_window_blocks) if job.windows and not job.windows.are_all else None
-    cache = KVCache(loaded.layers, job.sizes.num_blocks, job.sizes.block_size, loaded.dtype, loaded.device, own)
+    sizes, own = job.sizes, _window_pool(job)
+    cache = KVCache(loaded.layers, sizes.num_blocks, sizes.block_size, loaded.dtype, loaded.device, own)
     masks = _grammar_masks(job, loaded.vocab_size)
     sampler = Sampler(loaded.vocab_size, loaded.device, masks)
-    runner = ModelRunner(model, cache, loaded.backend, sampler, loaded.device, loaded.adapters)
+    runner = (
+        split.runner(cache, sampler)
+        if split
+        else ModelRunner(model, cache, loaded.backend, sampler, loaded.device, loaded.adapters)
+    )
     splitting = SplittingRunner(runner, is_out_of_memory, lambda: release_unused(loaded.device))
     description = f"{loaded.dtype_choice} on {loaded.device_choice} ({loaded.device_choice.reason}), {how}"
     rules = (masks.stop_rule,) if masks is not None else ()
     return Executor(splitting, description, rules, LoneRunner(lambda: _plain(job, loaded), masks).first_divergence)
 
 
+def _window_pool(job: Job) -> WindowPool | None:
+    """The pool of blocks of the layers with a window, where others have none."""
+    from contbatch_cli.model.kv_cache import WindowPool
+
+    return WindowPool(job.windows.layers, job.sizes.num_window_blocks) if job.windows and not job.windows.are_all else None
+
+
+def _load_split(job: Job) -> SplitModel:
+    """The model over several devices, each with the same blocks of the cache."""
+    from contbatch_cli.model.tensor_parallel import CacheSizes, load_split
+
+    size = job.config.model.tensor_parallel
+    if job.config.engine.deterministic:
+        raise UsageError(f"model.tensor_parallel {size}: cannot be had with engine.deterministic")
+    if job.model.adapters:
+        names = ", ".join(sorted(job.model.adapters))
+        raise UsageError(f"model.tensor_parallel {size}: cannot be had with model.adapters ({names})")
+    sizes = CacheSizes(job.sizes.num_blocks, job.sizes.block_size, _window_pool(job))
+    return load_split(job.model.info.path, job.config.model, sizes)
+
+
 def _plain(job: Job, loaded: LoadedModel) -> LoadedModel:
-    """The model with transformers' own layers: on a CPU, where they may have been swapped, it is loaded anew."""
+    """The whole model with transformers' own layers: on a CPU, where they may have been swapped or split, it is loaded anew."""
     from contbatch_cli.model.loading import load_model
 
     if loaded.device.type != "cpu":
         return loaded
-    return load_model(job.model.info.path, replace(job.config.model, attention="reference"), job.model.adapters)
+    settings = replace(job.config.model, attention="reference", tensor_parallel=1)
+    return load_model(job.model.info.path, settings, job.model.adapters)
 
 
 def _check_windows(job: Job, loaded: LoadedModel) -> None:

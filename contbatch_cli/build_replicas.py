@@ -85,7 +85,7 @@ def open_replicas(config: Config, say: Say, waiting: Waiting) -> Iterator[Replic
     if not wants_replicas(config):
         yield None
         return
-    with RayPool(config.cluster, config.model.device, partial(_builder, config), waiting) as pool:
+    with RayPool(config.cluster, config.model, partial(_builder, config), waiting) as pool:
         yield Replicas(config, pool, say)
 
 
@@ -119,7 +119,8 @@ class Replicas:
         """Lets the replicas load; done once the first of them has."""
         description = self._pool.load(job.sizes)
         share = self._pool.share
-        each = "a GPU each" if share.kind == "cuda" else f"{counted(share.num_threads, 'thread')} each"
+        gpus = "a GPU" if share.num_gpus == 1 else f"{share.num_gpus} GPUs"
+        each = f"{gpus if share.kind == 'cuda' else counted(share.num_threads, 'thread')} each"
         text = f"{counted(share.num_replicas, 'replica')}, {each}: {description}"
         return Executor(None, text, make_engine=self._make_engine, first_divergence=self._pool.first_divergence)
 

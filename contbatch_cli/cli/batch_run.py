@@ -187,6 +187,9 @@ class BatchRun:
         """Repair or begin the output, and read the first window of rows."""
         effective, inputs, self._replicas = self._asked.effective, self._asked.inputs, replicas
         memory = replicas.memory(self._model) if replicas else build.device_memory(effective.config.model, self._model)
+        size = effective.config.model.tensor_parallel
+        if self._asked.options.verify and size > 1 and memory.kind == "cuda":
+            raise UsageError(f"--verify: a row is run alone on one device, and the model is on {size} (model.tensor_parallel)")
         self._check(build.prepared_rows(effective, inputs, self._model, memory))
         settings = build.text_settings(effective, inputs, self._model, memory.kind)
         self._output.begin(settings, self.view.record, self._descriptor)

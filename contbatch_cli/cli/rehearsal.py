@@ -127,9 +127,11 @@ def rehearsal_memory(config: Config, model: TextModel) -> DeviceMemory:
 
 
 def calibration_path(config: Config, info: ModelInfo, kind: str) -> Path:
-    """Where the measured cost model of this model, type and device is kept; on a CPU also of this number of threads."""
+    """Where the measured cost model of this model, type and devices is kept; on a CPU also of this number of threads."""
     threads = f"-{num_threads(config)}t" if kind == "cpu" else ""
-    return cache_dir() / "calibrations" / f"{info.fingerprint[:16]}-{kind}{threads}-{dtype_name(config.model, kind, info)}.json"
+    devices = f"-{config.model.tensor_parallel}d" if config.model.tensor_parallel > 1 else ""
+    name = f"{info.fingerprint[:16]}-{kind}{threads}{devices}-{dtype_name(config.model, kind, info)}.json"
+    return cache_dir() / "calibrations" / name
 
 
 def num_threads(config: Config) -> int:
