@@ -23,7 +23,7 @@ from contbatch_cli.data import model_store
 from contbatch_cli.data.chat_template import ChatTemplate, split_reasoning
 from contbatch_cli.data.detokenizer import StopStringRule
 from contbatch_cli.data.job_rows import JobRows, Patience, ReadRow, RowReader, Waiting, forever
-from contbatch_cli.data.model_files import ModelInfo, fingerprint
+from contbatch_cli.data.model_files import ModelInfo, fingerprint, num_adapter_parameters
 from contbatch_cli.data.prepare import ModelLimits, PreparedRow, Preparer, SamplingDefaults
 from contbatch_cli.data.readers import InputOptions, read_rows
 from contbatch_cli.data.records import Completion
@@ -45,10 +45,13 @@ from contbatch_cli.sizing import (
     most_blocks,
     resolve_sizes,
 )
+from contbatch_cli.units import counted
 
 if TYPE_CHECKING:
     from contbatch_cli.model.grammar import LazyGrammarMasks
+    from contbatch_cli.model.kv_cache import WindowPool
     from contbatch_cli.model.loading import LoadedModel
+    from contbatch_cli.model.tensor_parallel import SplitModel
 
 PROMPT_END_TOKENS = 16
 """How much of a prompt is looked at for an opening that its template wrote."""
@@ -63,6 +66,11 @@ class TextModel:
     tokenizer: Tokenizer
     template: ChatTemplate
     adapters: Mapping[str, Path] = field(default_factory=dict)
+
+    @property
+    def num_parameters(self) -> int:
+        """Those of the model and of its adapters, all of which are loaded."""
+        return self.info.num_parameters + sum(map(num_adapter_parameters, self.adapters.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,32 +160,40 @@ def device_kind(config: ModelConfig) -> str:
     return config.device.partition(":")[0]
 
 
-def device_memory(config: ModelConfig, info: ModelInfo) -> DeviceMemory:
-    """What will be free on the device once the weights are there. Imports torch for a CUDA device."""
+def device_memory(config: ModelConfig, model: TextModel) -> DeviceMemory:
+    """What will be free on the device once the weights are there, those of adapters too. Imports torch for a CUDA device."""
     kind = device_kind(config)
     free_bytes = _cuda_free_bytes(config) if kind == "cuda" else None
     if free_bytes is None:
         kind, free_bytes = "cpu", machine.free_memory_bytes()
-    return DeviceMemory(kind, max(free_bytes - weights_bytes(config, kind, info), 0))
+    return DeviceMemory(kind, max(free_bytes - weights_bytes(config, kind, model), 0))
 
 
-def weights_bytes(config: ModelConfig, kind: str, info: ModelInfo) -> int:
+def weights_bytes(config: ModelConfig, kind: str, model: TextModel) -> int:
     if config.weights == "int8":
-        return info.num_parameters + info.vocab_size * info.hidden_size * DTYPE_BYTES["float32"]
-    return info.num_parameters * DTYPE_BYTES[dtype_name(config, kind, info)]
+        return model.num_parameters + model.info.vocab_size * model.info.hidden_size * DTYPE_BYTES["float32"]
+    return model.num_parameters * DTYPE_BYTES[dtype_name(config, kind, model.info)]
 
 
 def _cuda_free_bytes(config: ModelConfig) -> int | None:
-    """Free memory of the device; None where a driver is loaded and torch still finds nothing that `auto` could take.
+    """Free memory of the device, or of those that hold the model together, each as if it had the least of them.
 
-    Raises UsageError for a device that the user named and that is not there.
+    None where a driver is loaded and torch still finds nothing that `auto` could take. Raises UsageError for a device that the
+    user named and that is not there.
     """
     import torch
 
     from contbatch_cli.model.loading import resolve_device
 
     device = torch.device(resolve_device(config.device))
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    if config.tensor_parallel > 1:
+        from contbatch_cli.model.tensor_parallel import split_devices
+
+        devices = split_devices(config.device, config.tensor_parallel)
+        return len(devices) * min(torch.cuda.mem_get_info(one)[0] for one in devices)
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def stop_rule(texts: StopStringRule, executor: Executor) -> StopRule:
@@ -245,6 +261,14 @@ def block_bytes(config: Config, info: ModelInfo, memory: DeviceMemory) -> int:
     return num_layers * _layer_block_bytes(config, info, memory)
 
 
+def window_block_bytes(config: Config, info: ModelInfo, memory: DeviceMemory) -> int:
+    """Bytes of one block of the pool of their own that layers with a window have where others see everything; else 0."""
+    windows = layer_windows(info)
+    if windows is None or windows.are_all:
+        return 0
+    return len(windows.layers) * _layer_block_bytes(config, info, memory)
+
+
 def _layer_block_bytes(config: Config, info: ModelInfo, memory: DeviceMemory) -> int:
     per_token = info.kv_bytes_per_token(DTYPE_BYTES[dtype_name(config.model, memory.kind, info)])
     return int(block_size_of(config.cache).value) * per_token // info.num_layers
@@ -255,8 +279,7 @@ def cache_limit(config: Config, info: ModelInfo, memory: DeviceMemory) -> tuple[
     block_size, windows, own = int(block_size_of(config.cache).value), layer_windows(info), None
     if windows is not None and not windows.are_all:
         seats, budget = largest_step(config.scheduler, memory.kind)
-        own_bytes = len(windows.layers) * _layer_block_bytes(config, info, memory)
-        own = WindowShare(own_bytes, seats * window_span(windows.window, budget, block_size))
+        own = WindowShare(window_block_bytes(config, info, memory), seats * window_span(windows.window, budget, block_size))
     return block_size, most_blocks(config.cache, block_bytes(config, info, memory), memory, own)
 
 
@@ -347,7 +370,7 @@ def _context_reason(info: ModelInfo) -> str:
 def build_executor(job: Job) -> Executor:
     """The model with its weights on its device, its cache and its sampler. Imports torch."""
     from contbatch_cli.model.deterministic import make_deterministic
-    from contbatch_cli.model.kv_cache import KVCache, WindowPool
+    from contbatch_cli.model.kv_cache import KVCache
     from contbatch_cli.model.loading import load_model
     from contbatch_cli.model.memory import is_out_of_memory, release_unused
     from contbatch_cli.model.packing import pack_model
@@ -356,25 +379,33 @@ def build_executor(job: Job) -> Executor:
     from contbatch_cli.model.splitting import SplittingRunner
     from contbatch_cli.model.verification import LoneRunner
 
-    settings = job.config.model
+    settings, split = job.config.model, None
     is_int8 = settings.weights == "int8"
     _check_int8(job)
     if job.config.engine.deterministic:
         _refuse_adapters(job.model)
         settings = replace(settings, attention="deterministic")
-    loaded = load_model(job.model.info.path, settings, job.model.adapters)
+    if settings.tensor_parallel > 1:
+        split = _load_split(job)
+    loaded = split.loaded if split else load_model(job.model.info.path, settings, job.model.adapters)
     model, how = loaded.model, f"attention {loaded.attention_choice}"
     if job.config.engine.deterministic:
         model, tiles = make_deterministic(loaded.model, loaded.layers, loaded.dtype, job.sizes.token_budget)
         how = f"deterministic: {tiles}"
+    elif split is not None:
+        how = f"{split}, {how}"
     elif is_int8 or (loaded.device.type == "cpu" and loaded.attention_choice in ("cpu", "cpu_native")):
         how += f", {pack_model(model, loaded.attention_choice, is_int8)}"
     _check_windows(job, loaded)
-    own = WindowPool(job.windows.layers, job.sizes.num_window_blocks) if job.windows and not job.windows.are_all else None
-    cache = KVCache(loaded.layers, job.sizes.num_blocks, job.sizes.block_size, loaded.dtype, loaded.device, own)
+    sizes, own = job.sizes, _window_pool(job)
+    cache = KVCache(loaded.layers, sizes.num_blocks, sizes.block_size, loaded.dtype, loaded.device, own)
     masks = _grammar_masks(job, loaded.vocab_size)
     sampler = Sampler(loaded.vocab_size, loaded.device, masks)
-    runner = ModelRunner(model, cache, loaded.backend, sampler, loaded.device, loaded.adapters)
+    runner = (
+        split.runner(cache, sampler)
+        if split
+        else ModelRunner(model, cache, loaded.backend, sampler, loaded.device, loaded.adapters)
+    )
     splitting = SplittingRunner(runner, is_out_of_memory, lambda: release_unused(loaded.device))
     description = f"{loaded.dtype_choice} on {loaded.device_choice} ({loaded.device_choice.reason}), {how}"
     rules = (masks.stop_rule,) if masks is not None else ()
@@ -383,13 +414,35 @@ def build_executor(job: Job) -> Executor:
     return Executor(splitting, description, rules, lone.first_divergence)
 
 
+def _window_pool(job: Job) -> WindowPool | None:
+    """The pool of blocks of the layers with a window, where others have none."""
+    from contbatch_cli.model.kv_cache import WindowPool
+
+    return WindowPool(job.windows.layers, job.sizes.num_window_blocks) if job.windows and not job.windows.are_all else None
+
+
+def _load_split(job: Job) -> SplitModel:
+    """The model over several devices, each with the same blocks of the cache."""
+    from contbatch_cli.model.tensor_parallel import CacheSizes, load_split
+
+    size = job.config.model.tensor_parallel
+    if job.config.engine.deterministic:
+        raise UsageError(f"model.tensor_parallel {size}: cannot be had with engine.deterministic")
+    if job.model.adapters:
+        names = ", ".join(sorted(job.model.adapters))
+        raise UsageError(f"model.tensor_parallel {size}: cannot be had with model.adapters ({names})")
+    sizes = CacheSizes(job.sizes.num_blocks, job.sizes.block_size, _window_pool(job))
+    return load_split(job.model.info.path, job.config.model, sizes)
+
+
 def _plain(job: Job, loaded: LoadedModel) -> LoadedModel:
-    """The model with transformers' own layers: on a CPU, where they may have been swapped, it is loaded anew."""
+    """The whole model with transformers' own layers: on a CPU, where they may have been swapped or split, it is loaded anew."""
     from contbatch_cli.model.loading import load_model
 
     if loaded.device.type != "cpu":
         return loaded
-    return load_model(job.model.info.path, replace(job.config.model, attention="reference"), job.model.adapters)
+    settings = replace(job.config.model, attention="reference", tensor_parallel=1)
+    return load_model(job.model.info.path, settings, job.model.adapters)
 
 
 def _check_windows(job: Job, loaded: LoadedModel) -> None:
@@ -399,7 +452,7 @@ def _check_windows(job: Job, loaded: LoadedModel) -> None:
         window = loaded.windows[layer]
         if window is None or window > job.windows.window:
             raise UsageError(
-                f"model: layer {layer} of {job.config.model.name} sees {'all' if window is None else f'{window:,}'} tokens, "
+                f"model: layer {layer} of {job.config.model.name} sees {'all tokens' if window is None else counted(window, 'token')}, "
                 f"a window of {job.windows.window:,} was read from its config.json"
             )
 
@@ -416,8 +469,8 @@ def _check_int8(job: Job) -> None:
         reason = f"run on a CPU only, and model.device is {config.model.device} ({kind})"
     elif dtype != "float32":
         reason = f"compute in float32, and model.dtype is {dtype}"
-    elif config.engine.deterministic:
-        reason = "cannot be had with engine.deterministic"
+    elif config.engine.deterministic or config.model.tensor_parallel > 1:
+        reason = f"cannot be had with {'engine.deterministic' if config.engine.deterministic else 'model.tensor_parallel'}"
     elif cpu_kernels.library() is None:
         reason = "need the compiled kernels, which are not there (no C compiler, or CONTBATCH_KERNELS is off)"
     else:
@@ -472,14 +525,16 @@ def header_lines(job: Job, executor: Executor) -> list[str]:
         f"model     {job.config.model.name}, {executor.description}{_adapters_clause(job.model)}",
         f"schedule  {job.config.scheduler.policy}, budget {sizes.token_budget:,} ({reasons['scheduler.token_budget']}), "
         f"batch {sizes.max_batch_size:,} ({reasons['scheduler.max_batch_size']}), order {job.order.value} ({job.order.reason})"
-        + (
-            f", drafts up to {sizes.draft_tokens} tokens a step ({reasons['scheduler.draft_tokens']})"
-            if sizes.draft_tokens
-            else ""
-        ),
-        f"cache     {sizes.num_blocks:,} blocks of {sizes.block_size} = {tokens:,} tokens "
+        f"{_drafts_clause(sizes)}",
+        f"cache     {counted(sizes.num_blocks, 'block')} of {sizes.block_size} = {counted(tokens, 'token')} "
         f"({reasons['cache.num_blocks']}){_windows_clause(job)}, prefix cache {caching}",
     ]
+
+
+def _drafts_clause(sizes: Sizes) -> str:
+    if not sizes.draft_tokens:
+        return ""
+    return f", drafts up to {counted(sizes.draft_tokens, 'token')} a step ({sizes.reasons['scheduler.draft_tokens']})"
 
 
 def _windows_clause(job: Job) -> str:
@@ -487,8 +542,8 @@ def _windows_clause(job: Job) -> str:
     if windows is None:
         return ""
     if windows.are_all:
-        return f", for the last {windows.window:,} tokens of each row"
-    own = f"{job.sizes.num_window_blocks:,} for {len(windows.layers)} of {windows.num_layers} layers"
+        return f", for the last {counted(windows.window, 'token')} of each row"
+    own = f"{job.sizes.num_window_blocks:,} for {len(windows.layers)} of {counted(windows.num_layers, 'layer')}"
     return f", {own} with a window of {windows.window:,}"
 
 

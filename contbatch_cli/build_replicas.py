@@ -23,13 +23,13 @@ from contbatch_cli.core.job_order import Choice, JobQueue
 from contbatch_cli.cost_model import CostModel
 from contbatch_cli.data.detokenizer import StopStringRule
 from contbatch_cli.data.job_rows import JobRows, RowReader, Waiting
-from contbatch_cli.data.model_files import ModelInfo
 from contbatch_cli.data.prepare import PreparedRow
 from contbatch_cli.data.rows import Row, RowFault
 from contbatch_cli.engine import Clock, Engine
 from contbatch_cli.errors import UsageError
 from contbatch_cli.simulate import OutputScript, SimulatedClock, SimulatedRunner
 from contbatch_cli.sizing import DeviceMemory, Sizes
+from contbatch_cli.units import counted
 
 Say = Callable[[str], None]
 
@@ -47,7 +47,7 @@ class ModelReplicaBuilder:
 
     def probe(self) -> tuple[DeviceMemory, str]:
         model = build.open_model(self.config.model)
-        return build.device_memory(self.config.model, model.info), model.info.fingerprint
+        return build.device_memory(self.config.model, model), model.info.fingerprint
 
     def build(self, sizes: Sizes, clock: Clock) -> tuple[Replica, str]:
         model = build.open_model(self.config.model)
@@ -73,7 +73,7 @@ def _job_without_rows(config: Config, model: TextModel, sizes: Sizes) -> Job:
         raise AssertionError(f"a replica was given row {row.index} to prepare")
 
     rows = JobRows(RowReader(iter(()), is_live=False), no_row, lambda fault: None)
-    memory = build.device_memory(config.model, model.info)
+    memory = build.device_memory(config.model, model)
     return Job(
         config, model, rows, JobQueue(rows, 1), Choice("input", "as sent"), sizes, memory, build.layer_windows(model.info)
     )
@@ -85,7 +85,7 @@ def open_replicas(config: Config, say: Say, waiting: Waiting) -> Iterator[Replic
     if not wants_replicas(config):
         yield None
         return
-    with RayPool(config.cluster, config.model.device, partial(_builder, config), waiting) as pool:
+    with RayPool(config.cluster, config.model, partial(_builder, config), waiting) as pool:
         yield Replicas(config, pool, say)
 
 
@@ -113,15 +113,15 @@ class Replicas:
         """What each replica will have: the least of any, where some share a machine's memory each with a part of it."""
         probes = self._pool.probes()
         kind = probes[0].memory.kind
-        return DeviceMemory(kind, least_bytes(probes, build.weights_bytes(self._config.model, kind, model.info)))
+        return DeviceMemory(kind, least_bytes(probes, build.weights_bytes(self._config.model, kind, model)))
 
     def executor(self, job: Job) -> Executor:
         """Lets the replicas load; done once the first of them has."""
         description = self._pool.load(job.sizes)
         share = self._pool.share
-        each = "a GPU each" if share.kind == "cuda" else f"{share.num_threads} threads each"
-        replicas = "1 replica" if share.num_replicas == 1 else f"{share.num_replicas} replicas"
-        text = f"{replicas}, {each}: {description}"
+        gpus = "a GPU" if share.num_gpus == 1 else f"{share.num_gpus} GPUs"
+        each = f"{gpus if share.kind == 'cuda' else counted(share.num_threads, 'thread')} each"
+        text = f"{counted(share.num_replicas, 'replica')}, {each}: {description}"
         return Executor(None, text, make_engine=self._make_engine, first_divergence=self._pool.first_divergence)
 
     def _make_engine(self, job: Job, clock: Clock) -> Engine:
@@ -153,12 +153,12 @@ def cluster_engine(job: Job, pool: ReplicaPool, say: Say, clock: Clock) -> Clust
     return ClusterEngine(pool, dispatcher, job.queue, max_attempts, say, clock)
 
 
-def memory_of_each(config: Config, memory: DeviceMemory, info: ModelInfo) -> DeviceMemory:
+def memory_of_each(config: Config, memory: DeviceMemory, model: TextModel) -> DeviceMemory:
     """What each replica of a rehearsal has, all of them on one machine with this memory. Raises UsageError for `auto`."""
     if not wants_replicas(config):
         return memory
     probes = [Probe("", memory, "")] * rehearsed_replicas(config)
-    return DeviceMemory(memory.kind, least_bytes(probes, build.weights_bytes(config.model, memory.kind, info)))
+    return DeviceMemory(memory.kind, least_bytes(probes, build.weights_bytes(config.model, memory.kind, model)))
 
 
 def rehearsed_replicas(config: Config) -> int:

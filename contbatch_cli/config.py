@@ -62,6 +62,14 @@ class ModelConfig:
         "auto", Rule("Precision of the weights. auto is that of dtype; int8 rounds those of linear layers, on a CPU only.")
     )
     attention: str = key("auto", Rule("Attention backend; auto takes the fastest that fits the device and the model."))
+    tensor_parallel: int = key(
+        1,
+        Rule(
+            "How many devices hold the model together, each a part of all weights and of the KV cache: GPUs from the device on, "
+            "or processes on a CPU.",
+            minimum=1,
+        ),
+    )
     trust_remote_code: bool = key(False, Rule("Whether Python code that a model repository brings along may run."))
     adapters: Mapping[str, str] = key(
         {},

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from contbatch_cli.core.batch import ScheduledBatch
 from contbatch_cli.errors import UsageError
+from contbatch_cli.units import counted
 
 Curve = tuple[tuple[float, float], ...]
 """Points (x, seconds), x ascending."""
@@ -246,7 +247,7 @@ _KNOWN_GPUS: dict[str, tuple[float, float]] = {
 def device_figures(device: str, num_cores: int = 1) -> DeviceFigures:
     """The figures of a device by its name (`cpu`, `NVIDIA H200`); an unknown accelerator is taken for an A100."""
     if device.startswith("cpu"):
-        return DeviceFigures(f"{num_cores} CPU cores", _CPU_CORE_FLOPS * num_cores, _CPU_BYTES_PER_S, 1e-4)
+        return DeviceFigures(counted(num_cores, "CPU core"), _CPU_CORE_FLOPS * num_cores, _CPU_BYTES_PER_S, 1e-4)
     for name, (flops, bytes_per_s) in _KNOWN_GPUS.items():
         if name in device:
             return DeviceFigures(name, flops, bytes_per_s, 6e-5)

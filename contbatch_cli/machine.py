@@ -14,6 +14,15 @@ def free_memory_bytes() -> int:
     return min(limit for limit in limits if limit is not None)
 
 
+def num_threads() -> int:
+    """How many threads a run computes with on a CPU, as torch will decide: by the environment, else the cores that it may use."""
+    for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"):
+        value = os.environ.get(name, "")
+        if value.isdecimal() and int(value) > 0:
+            return int(value)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def has_cuda() -> bool:
     """Whether an NVIDIA driver is loaded. torch decides in a real run; a rehearsal goes by this."""
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()

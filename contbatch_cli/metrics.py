@@ -126,12 +126,22 @@ class MetricsSnapshot:
     itl_max_s: float | None
     duplicate_tokens: int = 0
     """Prompt and output tokens of rows that took the result of an equal one."""
+    rows: int = 0
+    """Rows whose first sample has finished; `good`, `bad`, `cancelled` and `done` count every sample."""
     draft_tokens: int = 0
     accepted_drafts: int = 0
 
     @property
     def done(self) -> int:
         return self.good + self.bad + self.cancelled
+
+
+class RowCounts(NamedTuple):
+    """Rows by their records: those done, the bad ones among them, and all of the job where they are known."""
+
+    done: int = 0
+    bad: int = 0
+    total: int | None = None
 
 
 class _Run(NamedTuple):
@@ -216,6 +226,7 @@ class _RecentRate:
 class _Totals:
     finishes: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
     prompt_tokens: int = 0
+    rows: int = 0
     output_tokens: int = 0
     finished_output_tokens: int = 0
     cached_tokens: int = 0
@@ -238,11 +249,13 @@ class Metrics:
     """Accumulates a run. Feed every iteration once, in order, through `observe` (live) or `observe_trace` (replay).
 
     `total_requests`, when the caller knows it, gives the time left; it may be set or raised at any time. It counts requests, so
-    a row with `n` samples counts `n` times. Rows that never reach the engine are not seen here.
+    a row with `n` samples counts `n` times. Rows that never reach the engine are not seen here: `rows` is for whoever writes
+    the records to set, and for a view to show.
     """
 
     def __init__(self, total_requests: int | None = None) -> None:
         self.total_requests = total_requests
+        self.rows = RowCounts()
         self._in_flight: dict[RequestId, _InFlight] = {}
         self._recent = _RecentRate()
         self._totals = _Totals()
@@ -343,6 +356,7 @@ class Metrics:
     def _finish(self, request_id: RequestId, reason: FinishReason, end_s: float) -> RequestMetrics:
         totals = self._totals
         totals.finishes[reason] += 1
+        totals.rows += request_id.sample == 0
         state = self._in_flight.pop(request_id, None)
         if state is None:
             return RequestMetrics(None, None, None, None, end_s, 0, 0)
@@ -414,6 +428,7 @@ class Metrics:
             itl_p99_s=self.itl.percentile(99),
             itl_max_s=self.itl.max_s if self.itl.count else None,
             duplicate_tokens=totals.duplicate_tokens,
+            rows=totals.rows,
             draft_tokens=totals.draft_tokens,
             accepted_drafts=totals.accepted_drafts,
         )

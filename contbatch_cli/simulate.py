@@ -6,16 +6,20 @@ How long each output is comes from an `OutputScript`, what a step costs from a `
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from contbatch_cli.core.batch import BatchResult, ScheduledBatch, ScheduledSequence, SequenceResult
 from contbatch_cli.core.drafts import accepted, sampled_runs
+from contbatch_cli.core.noise import stream_key, uniform
 from contbatch_cli.core.request import Finish, FinishReason, Request, RequestId, SamplingParams
 from contbatch_cli.cost_model import CostModel
 from contbatch_cli.errors import UsageError
+from contbatch_cli.units import counted
 
 
 class SimulatedClock:
@@ -41,16 +45,18 @@ class KnownOutput(NamedTuple):
 class OutputScript:
     """How every request of a rehearsal goes on: its length and, where known, its tokens.
 
-    A request that an earlier output does not tell about gets `default_length` tokens, or `max_tokens` when that is None or
-    less; `num_unknown` counts those that were asked for. Unknown tokens are each a new negative number, so that the prefix
-    cache finds nothing in common between them.
+    A request that an earlier output does not tell about gets a length drawn by its own id, so that it is the same in every
+    rehearsal: `mean` tokens in the mean (see `drawn_length`), or `max_tokens` when that is None or only length ends the row.
+    `num_unknown` counts those that were asked for. Unknown tokens are each a new negative number, so that the prefix cache
+    finds nothing in common between them.
     """
 
-    def __init__(self, default_length: int | None = None, known: dict[RequestId, KnownOutput] | None = None) -> None:
-        self.default_length = default_length
+    def __init__(self, mean: float | None = None, known: dict[RequestId, KnownOutput] | None = None) -> None:
+        self.mean = mean
         self.known = known or {}
-        self.description = "a file" if known else "max_tokens" if default_length is None else f"{default_length} tokens"
-        self._unknown: set[RequestId] = set()
+        drawn = f"drawn for each row, {mean:g} in the mean" if mean is not None else "max_tokens"
+        self.description = "a file" if known else drawn
+        self._unknown: dict[RequestId, int] = {}
         self._fresh = count(-1, -1)
 
     @classmethod
@@ -61,12 +67,12 @@ class OutputScript:
         if text.startswith("@"):
             return cls.from_file(Path(text[1:]))
         try:
-            length = round(float(text))
+            mean = float(text)
         except ValueError:
-            length = 0
-        if length < 1:
-            raise UsageError(f"--output-lengths {text}: should be max, a number of tokens from 1, or @FILE")
-        return cls(length)
+            mean = 0.0
+        if not 1.0 <= mean < math.inf:
+            raise UsageError(f"--output-lengths {text}: should be max, a mean number of tokens from 1, or @FILE")
+        return cls(mean)
 
     @classmethod
     def from_file(cls, path: Path) -> OutputScript:
@@ -80,12 +86,12 @@ class OutputScript:
         except OSError as error:
             raise UsageError(f"--output-lengths @{path}: {error.strerror}") from error
         script = cls(None, known)
-        script.description = f"{path} ({len(known):,} outputs)"
+        script.description = f"{path} ({counted(len(known), 'output')})"
         return script
 
     def again(self) -> OutputScript:
         """The same script from its beginning, for another rehearsal."""
-        script = OutputScript(self.default_length, self.known)
+        script = OutputScript(self.mean, self.known)
         script.description = self.description
         return script
 
@@ -98,11 +104,17 @@ class OutputScript:
         output = self.known.get(request_id)
         if output is not None:
             return min(max(output.num_tokens, 1), sampling.max_tokens)
-        self._unknown.add(request_id)
+        length = self._unknown.get(request_id)
+        if length is None:
+            length = self._unknown[request_id] = self._drawn(request_id, sampling)
+        return length
+
+    def _drawn(self, request_id: RequestId, sampling: SamplingParams) -> int:
         only_length_ends = sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids
-        if self.default_length is None or only_length_ends:
+        if self.mean is None or only_length_ends:
             return sampling.max_tokens
-        return min(max(self.default_length, sampling.min_tokens), sampling.max_tokens)
+        chance = uniform(stream_key(request_id.row, request_id.sample, 0))
+        return min(max(drawn_length(self.mean, sampling.max_tokens, chance), sampling.min_tokens), sampling.max_tokens)
 
     def token(self, request_id: RequestId, position: int) -> int:
         """The request's output token at `position`, counted from its first output token."""
@@ -117,6 +129,30 @@ class OutputScript:
             return None
         is_cut = request.num_output_tokens >= request.sampling.max_tokens
         return Finish(FinishReason.LENGTH if is_cut else FinishReason.STOP)
+
+
+def drawn_length(mean: float, most: int, chance: float) -> int:
+    """The length, from 1 to `most`, that has this chance (above 0, below 1) of being exceeded; `mean` in the mean.
+
+    Each token is the last one with the same probability, and `most` cuts what would go on: a geometric distribution, the one
+    that supposes nothing but its mean. With `most` at the mean or below, every length is `most`.
+    """
+    if mean >= most:
+        return most
+    if mean <= 1.0:
+        return 1
+    return min(1 + int(math.log(chance) / math.log1p(-_end_probability(mean, most))), most)
+
+
+@lru_cache(maxsize=1024)
+def _end_probability(mean: float, most: int) -> float:
+    """The probability p of a last token with which lengths cut at `most` have this mean: (1 - (1 - p) ** most) / p."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        found = -math.expm1(most * math.log1p(-middle)) / middle
+        low, high = (middle, high) if found > mean else (low, middle)
+    return high
 
 
 def _read_outputs(path: Path, number: int, line: bytes) -> dict[RequestId, KnownOutput]:

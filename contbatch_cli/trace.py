@@ -124,7 +124,10 @@ def _run_of(sequence: ScheduledSequence, name_of: NameOf, num_accepted: int) -> 
 
 
 def header_fields(config: Mapping[str, Any], device: Mapping[str, Any], rows: int | None, **more: Any) -> dict[str, Any]:
-    """What a trace's header holds. `config` has resolved values; `rows` is None when a pipe does not tell."""
+    """What a trace's header holds. `config` has resolved values; `rows` is None when a pipe does not tell.
+
+    With `rehearsable` false among `more` the rows came through a pipe: their timing shaped the schedule.
+    """
     return {"version": TRACE_VERSION, "config": dict(config), "device": dict(device), "rows": rows, **more}
 
 

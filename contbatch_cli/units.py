@@ -1,4 +1,4 @@
-"""Sizes, shares of memory and durations as people write them: one function each, ValueError with an example otherwise."""
+"""Sizes, shares of memory, durations and counts as people write them. Parsing raises ValueError with an example."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ _BYTES_PER_UNIT = {
 _SECONDS_PER_UNIT = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([a-z]+)", re.IGNORECASE | re.ASCII)
 _DURATION_PART = re.compile(r"(\d+(?:\.\d+)?) *(ms|[smhd]) *", re.IGNORECASE | re.ASCII)
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 block`, `1,024 blocks`: the number and the noun, which makes its plural with an s."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def parse_size(text: str) -> int:

@@ -169,6 +169,9 @@ class _Keeping:
         self.logits.append(logits.clone())
         return [SequenceResult((token,)) for token in logits.argmax(-1).tolist()]
 
+    def forget(self, request_ids: Sequence[RequestId]) -> None:
+        """Nothing is kept by request."""
+
     def prompt_logprobs(
         self, logits: torch.Tensor, next_ids: Sequence[int], num_top: int, start: int = 0
     ) -> Sequence[TokenLogprob]:

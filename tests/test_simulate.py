@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +58,6 @@ PROMPTS = [[i] * (3 + i) for i in range(10)]
 
 def test_lengths_are_the_scripts() -> None:
     assert set(lengths(rehearse(PROMPTS, OutputScript())).values()) == {20}
-    assert set(lengths(rehearse(PROMPTS, OutputScript.parse("7"))).values()) == {7}
     known = {RequestId(i): KnownOutput(i + 1) for i in range(9)}
     script = OutputScript(None, known)
     assert lengths(rehearse(PROMPTS, script)) == {**{i: i + 1 for i in range(9)}, 9: 20}
@@ -110,7 +111,7 @@ def test_an_earlier_output_of_any_shape_is_read(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("text", ["0", "-3", "many", "", "@/nowhere/at/all"])
+@pytest.mark.parametrize("text", ["0", "-3", "0.9", "many", "", "nan", "inf", "@/nowhere/at/all"])
 def test_wrong_lengths_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--output-lengths"):
         OutputScript.parse(text)
@@ -126,8 +127,33 @@ def test_a_wrong_line_is_named(tmp_path: Path) -> None:
 def test_limits_of_a_row_hold_over_the_script() -> None:
     script = OutputScript(5)
     assert script.length(RequestId(0), replace(GREEDY, max_tokens=3)) == 3
-    assert script.length(RequestId(0), replace(GREEDY, min_tokens=9)) == 9
-    assert script.length(RequestId(0), replace(GREEDY, ignore_eos=True)) == 256
+    assert all(9 <= script.length(RequestId(row), replace(GREEDY, min_tokens=9)) <= 256 for row in range(1, 50))
+    assert all(script.length(RequestId(row), replace(GREEDY, ignore_eos=True)) == 256 for row in range(50, 100))
+
+
+@pytest.mark.parametrize(("mean", "most"), [(60, 4096), (60, 256), (60, 80), (60, 61), (2.5, 1000), (1, 9), (255.9, 256)])
+def test_drawn_lengths_differ_and_have_the_mean(mean: float, most: int) -> None:
+    script, sampling = OutputScript(mean), replace(GREEDY, max_tokens=most)
+    found = [script.length(RequestId(row, row % 2), sampling) for row in range(20_000)]
+    assert min(found) >= 1 and max(found) <= most
+    assert statistics.fmean(found) == pytest.approx(mean, rel=0.03)
+    assert len(set(found)) > 20 or mean < 3 or mean > most - 2
+    if mean * 10 < most:
+        assert statistics.pstdev(found) == pytest.approx(math.sqrt(mean * (mean - 1)), rel=0.05), "geometric"
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 60])
+def test_a_mean_that_a_row_cannot_exceed_is_its_length(most: int) -> None:
+    script = OutputScript(60)
+    assert {script.length(RequestId(row), replace(GREEDY, max_tokens=most)) for row in range(99)} == {most}
+
+
+def test_drawn_lengths_are_each_requests_own() -> None:
+    """Whatever the order, the policy or the rehearsal."""
+    script = OutputScript.parse("7")
+    first, again = lengths(rehearse(PROMPTS, script)), lengths(rehearse(PROMPTS, script.again(), num_blocks=12))
+    assert first == again and len(set(first.values())) > 3
+    assert script.length(RequestId(3, 1), GREEDY) != script.length(RequestId(3), GREEDY)
 
 
 def test_finish_reasons() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contbatch_cli.units import memory_bytes, parse_duration, parse_size
+from contbatch_cli.units import counted, memory_bytes, parse_duration, parse_size
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,11 @@ from contbatch_cli.units import memory_bytes, parse_duration, parse_size
 )
 def test_sizes(text: str, num_bytes: int) -> None:
     assert parse_size(text) == num_bytes
+
+
+def test_counts() -> None:
+    counts = [counted(0, "row"), counted(1, "row"), counted(2, "row"), counted(1234, "prompt token")]
+    assert counts == ["0 rows", "1 row", "2 rows", "1,234 prompt tokens"]
 
 
 @pytest.mark.parametrize("text", ["", "2", "2G", "GiB", "-1GiB", "1 GiB GiB", "0B", "1e3MB", "٣GiB"])

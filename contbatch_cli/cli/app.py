@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from contbatch_cli import __version__
-from contbatch_cli.errors import ContbatchError, ExitStatus
+from contbatch_cli.errors import ContbatchError, EngineError, ExitStatus
 
 OUTPUT_ERRORS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
 """What a write may fail with that has nothing to do with the program; every file but standard output has its own message."""
@@ -140,6 +141,15 @@ def _print_version(is_wanted: bool) -> None:
         raise typer.Exit
 
 
+class ClosedOutput(io.TextIOBase):
+    """Stands in for a standard output that was closed before the program began: Python would lose what is printed to it."""
+
+    encoding = "utf-8"
+
+    def write(self, text: str) -> int:
+        raise EngineError("standard output is closed")
+
+
 app = new_typer(cls=LazyCommands, no_args_is_help=True)
 
 
@@ -154,5 +164,7 @@ def contbatch(
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the program with `arguments` (default: the process's own) and exits."""
+    if sys.stdout is None:
+        sys.stdout = ClosedOutput()
     get_command(app).main(args=arguments, prog_name="contbatch")
     raise SystemExit(0)

@@ -31,7 +31,7 @@ from contbatch_cli.data.rows import RowFault
 from contbatch_cli.data.writer import ReaderGone
 from contbatch_cli.engine import IterationReport
 from contbatch_cli.errors import ContbatchError, EngineError, ExitStatus, UsageError
-from contbatch_cli.metrics import Metrics, RequestMetrics
+from contbatch_cli.metrics import Metrics, RequestMetrics, RowCounts
 from contbatch_cli.trace import header_line, iteration_line
 
 COLLECT_AFTER_OBJECTS = 1_000_000
@@ -88,13 +88,15 @@ def _run(asked: RunRequest, interrupts: Interrupts, stack: ExitStack, descriptor
     with interrupts.may_raise():
         batch_run = BatchRun(asked, output, interrupts, descriptor, began_s)
         stack.callback(batch_run.close)
-        replicas = stack.enter_context(open_replicas(asked.effective.config, batch_run.view.message, interrupts.may_raise))
+        replicas = stack.enter_context(open_replicas(asked.effective.config, batch_run.view.message, batch_run.waiting))
         batch_run.prepare(replicas)
-        build_executor = replicas.executor if replicas else build.build_executor
-        executor = build_executor(batch_run.job) if batch_run.job.has_work else None
+        executor = batch_run.load(replicas.executor if replicas else build.build_executor)
+        output.settle()
     gc.freeze()
     if executor is not None:
         batch_run.execute(executor)
+    elif batch_run.job.has_work:
+        batch_run.cancel_rest()
     return batch_run.finish(executor)
 
 
@@ -137,9 +139,10 @@ class BatchRun:
         self._replicas: Replicas | None = None
         self._wants_metrics = config.output.metrics
         self._is_executing = False
+        self._is_cancellable = False
         self._began_s = began_s
         options = asked.options
-        self._trace = TraceFile(options.trace, (*asked.inputs.sources, asked.output.name))
+        self._trace = TraceFile(options.trace, (*asked.inputs.sources, asked.output.name), self._complain)
         self.view: View = make_view(
             self._metrics,
             quiet=options.quiet,
@@ -163,6 +166,14 @@ class BatchRun:
     def _replica_lines(self) -> list[str]:
         return live_lines(self._replicas.states) if self._replicas is not None else []
 
+    def _complain(self, message: str) -> None:
+        """Says what went wrong, `--quiet` or not, without ending the run."""
+        text = f"contbatch: {message}"
+        if self._asked.options.quiet:
+            print_plain(text)
+        else:
+            self.view.message(text)
+
     def _name_of(self, index: int) -> str | int | None:
         return self.job.rows.name_of(index)
 
@@ -175,7 +186,10 @@ class BatchRun:
     def prepare(self, replicas: Replicas | None = None) -> None:
         """Repair or begin the output, and read the first window of rows."""
         effective, inputs, self._replicas = self._asked.effective, self._asked.inputs, replicas
-        memory = replicas.memory(self._model) if replicas else build.device_memory(effective.config.model, self._model.info)
+        memory = replicas.memory(self._model) if replicas else build.device_memory(effective.config.model, self._model)
+        size = effective.config.model.tensor_parallel
+        if self._asked.options.verify and size > 1 and memory.kind == "cuda":
+            raise UsageError(f"--verify: a row is run alone on one device, and the model is on {size} (model.tensor_parallel)")
         self._check(build.prepared_rows(effective, inputs, self._model, memory))
         settings = build.text_settings(effective, inputs, self._model, memory.kind)
         self._output.begin(settings, self.view.record, self._descriptor)
@@ -203,6 +217,24 @@ class BatchRun:
             raise EngineError(message) if self._is_executing else UsageError(message)
         self.recorder.fault(fault)
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Entered for each wait on replicas: a signal raises within, and the time limit before, once there are rows to cancel."""
+        if self._is_cancellable and self._is_out_of_time():
+            raise OutOfTime
+        with self._interrupts.may_raise():
+            yield
+
+    def load(self, build_executor: build.BuildExecutor) -> build.Executor | None:
+        """The executor; None when there is nothing to run, or no time is left for it (there is work then)."""
+        if not self.job.has_work:
+            return None
+        self._is_cancellable = True
+        try:
+            return build_executor(self.job)
+        except OutOfTime:
+            return None
+
     def execute(self, executor: build.Executor) -> None:
         """All iterations, unless a signal or the time limit ends them."""
         self._is_executing = True
@@ -210,7 +242,8 @@ class BatchRun:
         num_rows = job.rows.num_rows if job.rows.is_read else None
         self.view.start(RunHeader(tuple(build.header_lines(job, executor)), num_rows))
         if self._trace.is_wanted:
-            self._trace.write(header_line(build.resolved_config(job), asdict(job.memory), num_rows))
+            unlike = {"rehearsable": False} if job.rows.is_live else {}
+            self._trace.write(header_line(build.resolved_config(job), asdict(job.memory), num_rows, **unlike))
         engine = build.engine_of(job, executor, build.stop_rule(self._texts, executor), time.monotonic)
         try:
             for report in engine.run():
@@ -219,10 +252,12 @@ class BatchRun:
                 if self._is_out_of_time():
                     raise OutOfTime
         except OutOfTime:
-            self._cancel_rest()
+            self.cancel_rest()
+        self._is_cancellable = False
 
     def finish(self, executor: build.Executor | None) -> ExitStatus:
         """The summary, and the finished rows that are to be verified."""
+        self._count_rows()
         self.view.finish(self._summary())
         if self._asked.options.verify and executor is not None:
             for line in verify(self._verified, executor, self._model.tokenizer.token_text):
@@ -245,7 +280,13 @@ class BatchRun:
             done = rows.finish(request)
             if done is not None:
                 self._record(done)
+        self._count_rows()
         self.view.iteration(report)
+
+    def _count_rows(self) -> None:
+        rows, recorder = self.job.rows, self.recorder
+        done = recorder.num_good + recorder.num_bad + recorder.num_cancelled
+        self._metrics.rows = RowCounts(done, recorder.num_bad, rows.num_rows if rows.is_read else None)
 
     def _record(self, done: DoneRow) -> None:
         """The record of a row whose last sample has ended; its metrics are its first sample's."""
@@ -265,7 +306,8 @@ class BatchRun:
         left_s = self._seconds_left()
         return left_s is not None and left_s <= 0
 
-    def _cancel_rest(self) -> None:
+    def cancel_rest(self) -> None:
+        """A cancelled record for every row that has none."""
         message = f"not finished within --max-time, {self._asked.options.max_time_s:g} s"
         for row in self.job.rows.unfinished():
             self.recorder.cancelled(row, message)

@@ -17,7 +17,7 @@ import typer
 from contbatch_cli import build
 from contbatch_cli.cli.figures import duration, three_figures
 from contbatch_cli.cli.options import Assignments, ConfigFile, ModelName, effective_config
-from contbatch_cli.cli.rehearsal import calibration_path
+from contbatch_cli.cli.rehearsal import calibration_path, num_threads
 from contbatch_cli.config import Config
 from contbatch_cli.config_files import Effective
 from contbatch_cli.core.batch import Logits, ScheduledBatch, ScheduledSequence
@@ -31,6 +31,7 @@ from contbatch_cli.engine import InferenceEngine
 from contbatch_cli.errors import EngineError, UsageError
 from contbatch_cli.simulate import OutputScript, SimulatedClock, SimulatedRunner
 from contbatch_cli.sizing import DeviceMemory, block_size_of, most_blocks
+from contbatch_cli.units import counted
 
 if TYPE_CHECKING:
     from contbatch_cli.engine import Runner
@@ -48,7 +49,7 @@ def calibrate(config: ConfigFile = None, assignments: Assignments = None, model:
     """Measure this machine and model for the rehearsal's clock; takes less than a minute once the model is loaded."""
     effective = effective_config(config, assignments, model=model)
     text_model = build.open_model(effective.config.model)
-    memory = build.device_memory(effective.config.model, text_model.info)
+    memory = build.device_memory(effective.config.model, text_model)
     num_blocks = _num_blocks(effective.config, text_model, memory)
     effective = effective_config(config, [*(assignments or ()), f"cache.num_blocks={num_blocks}"], model=model)
     job = build.without_windows(_job(effective, text_model, memory))
@@ -58,7 +59,8 @@ def calibrate(config: ConfigFile = None, assignments: Assignments = None, model:
     typer.echo(f"contbatch: {len(batches)} kinds of steps, at most {TIME_LIMIT_S:.0f} s", err=True)
     measured = measure(batches, runner)
     arithmetic = build.arithmetic_name(effective.config.model, memory.kind, text_model.info)
-    cost = fit(measured, loop_costs(), f"measured on this machine ({memory.kind}, {os.cpu_count()} cores, {arithmetic})")
+    threads = f", {counted(num_threads(effective.config), 'thread')}" if memory.kind == "cpu" else ""
+    cost = fit(measured, loop_costs(), f"measured on this machine ({memory.kind}{threads}, {arithmetic})")
     path = calibration_path(effective.config, text_model.info, memory.kind)
     store(path, cost)
     for line in report_lines(cost, measured):

@@ -13,6 +13,7 @@ from contbatch_cli.cli.options import (
     MaxTokens,
     ModelName,
     Order,
+    Replicas,
     Seed,
     Stop,
     Temperature,
@@ -33,6 +34,7 @@ def config(
     seed: Seed = None,
     stop: Stop = None,
     order: Order = None,
+    replicas: Replicas = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of a config file instead.")] = False,
 ) -> None:
     """Print the config that a job with these options would run with, as a config file with the origin of each value."""
@@ -49,5 +51,6 @@ def config(
         seed=seed,
         stop=stop,
         order=order,
+        replicas=replicas,
     )
     typer.echo(to_yaml(effective), nl=False)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappush, heappushpop
+from typing import NamedTuple
 
 from contbatch_cli import build
 from contbatch_cli.cli.figures import bar, clock_time, duration, printable
@@ -17,11 +18,13 @@ from contbatch_cli.cli.rehearsal import cost_model, rehearsal_memory
 from contbatch_cli.config_files import Effective
 from contbatch_cli.core.job_order import Choice, duplicate_key, shared_fraction
 from contbatch_cli.core.request import Request
+from contbatch_cli.core.windowed_cache import window_span
 from contbatch_cli.cost_model import CostModel, StepShape
 from contbatch_cli.data.prepare import PreparedRow
 from contbatch_cli.data.rows import ChatPrompt, Row, RowFault, TextPrompt
 from contbatch_cli.errors import ExitStatus
-from contbatch_cli.sizing import DeviceMemory, Sizes
+from contbatch_cli.sizing import DeviceMemory, LayerWindows, Sizes
+from contbatch_cli.units import counted
 
 SHOWN_FAULTS = 3
 BAR_CELLS = 30
@@ -165,31 +168,43 @@ def estimated_s(work: Work, sizes: Sizes, cost: CostModel) -> float:
     return steps * cost.shape_s(mean)
 
 
+class Pools(NamedTuple):
+    """Bytes of a block of the cache, and of one of the pool beside it that layers with a window may have (0 without one)."""
+
+    block_bytes: int
+    window_block_bytes: int
+    windows: LayerWindows | None
+
+
 def print_dry_run(effective: Effective, inputs: build.Inputs) -> ExitStatus:
     """The report on standard output; the status tells whether some rows are bad. Raises UsageError."""
     model = build.open_model(effective.config.model, inputs.chat_template)
-    memory = rehearsal_memory(effective.config, model.info)
+    memory = rehearsal_memory(effective.config, model)
     dry_run = DryRun(effective, model, memory)
     for row in build.prepared_rows(effective, inputs, model, memory):
         dry_run.take(row)
     dry_run.end()
     assert dry_run.sizes is not None and dry_run.order is not None
     cost = cost_model(effective.config, model.info, memory.kind)
-    block_bytes = build.block_bytes(effective.config, model.info, memory)
+    pools = Pools(
+        build.block_bytes(effective.config, model.info, memory),
+        build.window_block_bytes(effective.config, model.info, memory),
+        build.layer_windows(model.info),
+    )
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    lines = report_lines(dry_run, dry_run.sizes, dry_run.order, cost, block_bytes, "utf" not in encoding.lower())
+    lines = report_lines(dry_run, dry_run.sizes, dry_run.order, cost, pools, "utf" not in encoding.lower())
     for line in lines:
         print(printable(line).encode(encoding, "backslashreplace").decode(encoding))
     return ExitStatus.ROW_ERRORS if dry_run.faults else ExitStatus.OK
 
 
 def report_lines(
-    dry_run: DryRun, sizes: Sizes, order: Choice, cost: CostModel, block_bytes: int, ascii_only: bool
+    dry_run: DryRun, sizes: Sizes, order: Choice, cost: CostModel, pools: Pools, ascii_only: bool
 ) -> Iterator[str]:
     yield from _rows_lines(dry_run)
     yield from _prompt_lines(dry_run, ascii_only)
     yield from _saving_lines(dry_run)
-    yield from _cache_lines(dry_run.work, sizes, block_bytes)
+    yield from _cache_lines(dry_run.work, sizes, pools)
     yield (
         f"schedule  budget {sizes.token_budget:,} ({sizes.reasons['scheduler.token_budget']}), "
         f"batch {sizes.max_batch_size:,} ({sizes.reasons['scheduler.max_batch_size']}), order {order.value} ({order.reason})"
@@ -211,7 +226,8 @@ def _rows_lines(dry_run: DryRun) -> Iterator[str]:
         for fault in dry_run.first_faults[code]:
             yield f"    {fault.placed_message}"
     if any(dry_run.faults[code] for code in TOO_BIG):
-        yield f"too big   {sum(dry_run.faults[code] for code in TOO_BIG):,} rows do not fit the context or the cache"
+        num_too_big = sum(dry_run.faults[code] for code in TOO_BIG)
+        yield f"too big   {counted(num_too_big, 'row')} beyond the context or the cache"
 
 
 def _prompt_lines(dry_run: DryRun, ascii_only: bool) -> Iterator[str]:
@@ -220,31 +236,46 @@ def _prompt_lines(dry_run: DryRun, ascii_only: bool) -> Iterator[str]:
         return
     total = sum(length * count for length, count in lengths.lengths.items())
     middle = f"median {lengths.percentile(50):,}, p99 {lengths.percentile(99):,}"
-    yield f"prompts   {total:,} tokens: least {min(lengths.lengths):,}, {middle}, most {max(lengths.lengths):,}"
+    yield f"prompts   {counted(total, 'token')}: least {min(lengths.lengths):,}, {middle}, most {max(lengths.lengths):,}"
     most = max(lengths.buckets.values())
     for bucket in range(min(lengths.buckets), max(lengths.buckets) + 1):
         bounds = f"{1 << bucket:,}" + (f" to {(2 << bucket) - 1:,}" if bucket else "")
         count = lengths.buckets[bucket]
         yield f"  {bounds:>18} {bar(count / most, BAR_CELLS, ascii_only)} {count:,}"
-    yield f"outputs   at most {dry_run.work.output_tokens:,} tokens in {dry_run.work.num_requests:,} requests"
+    work = dry_run.work
+    yield f"outputs   at most {counted(work.output_tokens, 'token')} in {counted(work.num_requests, 'request')}"
 
 
 def _saving_lines(dry_run: DryRun) -> Iterator[str]:
     work = dry_run.work
-    shares = f"{work.shared_tokens:,} of {work.prompt_tokens:,} prompt tokens stand in shared prefixes"
-    duplicates = f"{dry_run.duplicates:,} duplicates need no run (at most {dry_run.duplicate_tokens:,} tokens)"
-    yield f"saved     {shares}; {duplicates}"
+    shares = f"{work.shared_tokens:,} of {counted(work.prompt_tokens, 'prompt token')} in shared prefixes"
+    saved = counted(dry_run.duplicate_tokens, "token")
+    yield f"saved     {shares}; {counted(dry_run.duplicates, 'duplicate')} not to be run (at most {saved})"
 
 
-def _cache_lines(work: Work, sizes: Sizes, block_bytes: int) -> Iterator[str]:
-    """What a full batch of the largest rows takes, and what the run will have."""
+def _cache_lines(work: Work, sizes: Sizes, pools: Pools) -> Iterator[str]:
+    """What a full batch of the largest rows takes, and what the run will have: of each pool."""
     blocks = [-(-tokens // sizes.block_size) for tokens in work.largest]
-    needed, largest = sum(blocks), max(blocks, default=0)
+    windows, block_bytes = pools.windows, pools.block_bytes
+    inside = blocks
+    if windows is not None:
+        span = window_span(windows.window, sizes.token_budget, sizes.block_size)
+        inside = [min(count, span) for count in blocks]
+    held = inside if windows is not None and windows.are_all else blocks
+    needed, largest = sum(held), max(held, default=0)
     yield (
-        f"cache     {needed:,} blocks of {sizes.block_size} ({_bytes(needed * block_bytes)}) for a batch of the largest rows, "
+        f"cache     {counted(needed, 'block')} of {sizes.block_size} ({_bytes(needed * block_bytes)}) for a batch of the largest rows, "
         f"{largest:,} for the largest; the run has {sizes.num_blocks:,} ({_bytes(sizes.num_blocks * block_bytes)}, "
         f"{sizes.reasons['cache.num_blocks']})"
     )
+
+    if windows is not None and not windows.are_all:
+        own, has = sum(inside), sizes.num_window_blocks
+        yield (
+            f"windows   {counted(own, 'block')} of {sizes.block_size} ({_bytes(own * pools.window_block_bytes)}) more for "
+            f"{len(windows.layers)} of {counted(windows.num_layers, 'layer')} with a window of {windows.window:,}; "
+            f"the run has {has:,} ({_bytes(has * pools.window_block_bytes)})"
+        )
 
 
 def _bytes(count: int) -> str:

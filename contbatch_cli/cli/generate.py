@@ -12,21 +12,25 @@ import typer
 from contbatch_cli.cli.file_roles import at_file, input_files, named_files, output_files, refuse_shared
 from contbatch_cli.cli.options import (
     Assignments,
+    ChatTemplateFile,
     ConfigFile,
+    InputFormat,
     MaxTokens,
     ModelName,
     Order,
+    Raw,
     Replicas,
     Seed,
     Stop,
+    System,
     Temperature,
+    Template,
     TopP,
     effective_config,
 )
 from contbatch_cli.errors import UsageError
 from contbatch_cli.units import parse_duration
 
-Format = Literal["auto", "jsonl", "text", "csv", "parquet"]
 OnError = Literal["record", "fail"]
 
 
@@ -41,17 +45,11 @@ def generate(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an output: run the rows without a good record.")] = False,
     rerun_changed: Annotated[bool, typer.Option("--rerun-changed", help="With --resume, rows that changed run again.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew where the output exists.")] = False,
-    format: Annotated[Format, typer.Option("--format", help="Format of the inputs; auto goes by the file's ending.")] = "auto",
-    template: Annotated[
-        str | None, typer.Option("--template", metavar="TEXT|@FILE", help="Jinja2 over a row's columns, as a user message.")
-    ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="The template's text is a raw prompt.")] = False,
-    system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="A system message for rows without one.")
-    ] = None,
-    chat_template: Annotated[
-        Path | None, typer.Option("--chat-template", metavar="FILE", help="Jinja2 file instead of the model's chat template.")
-    ] = None,
+    format: InputFormat = "auto",
+    template: Template = None,
+    raw: Raw = False,
+    system: System = None,
+    chat_template: ChatTemplateFile = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_p: TopP = None,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -18,14 +18,19 @@ from contbatch_cli.build import Inputs
 from contbatch_cli.cli.file_roles import at_file, input_files, named_files, refuse_shared
 from contbatch_cli.cli.options import (
     Assignments,
+    ChatTemplateFile,
     ConfigFile,
+    InputFormat,
     MaxTokens,
     ModelName,
     Order,
+    Raw,
     Replicas,
     Seed,
     Stop,
+    System,
     Temperature,
+    Template,
     TopP,
     effective_config,
 )
@@ -50,7 +55,7 @@ from contbatch_cli.errors import UsageError
 from contbatch_cli.simulate import OutputScript
 from contbatch_cli.trace import TraceIteration, format_header, format_iteration, read_trace
 
-Format = Literal["auto", "jsonl", "text", "csv", "parquet"]
+LIVE_NOTE = "the rows came through a pipe, whose timing shaped this schedule: no rehearsal can tell it beforehand"
 Draw = Callable[[Sequence[ScheduleChart]], None]
 
 
@@ -66,7 +71,10 @@ def inspect_schedule(
         list[str] | None, typer.Option("--sweep", metavar="KEY=V1,V2,...", help="One schedule for each value. Repeatable.")
     ] = None,
     output_lengths: Annotated[
-        str, typer.Option("--output-lengths", metavar="max|MEAN|@FILE", help="How long outputs are; @FILE: an earlier output.")
+        str,
+        typer.Option(
+            "--output-lengths", metavar="max|MEAN|@FILE", help="How long outputs are; MEAN: drawn; @FILE: an earlier output."
+        ),
     ] = "max",
     json_lines: Annotated[bool, typer.Option("--json", help="The trace format on standard output, nothing else.")] = False,
     plot: Annotated[
@@ -78,15 +86,11 @@ def inspect_schedule(
     iterations: Annotated[
         int | None, typer.Option("--iterations", metavar="N", min=0, help=f"Iterations in the table ({DEFAULT_ITERATIONS}).")
     ] = None,
-    format: Annotated[Format, typer.Option("--format", help="Format of the inputs; auto goes by the file's ending.")] = "auto",
-    template: Annotated[
-        str | None, typer.Option("--template", metavar="TEXT|@FILE", help="Jinja2 over each row's columns.")
-    ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="The template makes raw text, not a chat.")] = False,
-    system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="A system message for rows without one.")
-    ] = None,
-    chat_template: Annotated[Path | None, typer.Option("--chat-template", metavar="FILE", help="Replaces the model's.")] = None,
+    format: InputFormat = "auto",
+    template: Template = None,
+    raw: Raw = False,
+    system: System = None,
+    chat_template: ChatTemplateFile = None,
     limit: Annotated[int | None, typer.Option("--limit", metavar="N", min=0, help="Only the first N rows.")] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
@@ -149,7 +153,8 @@ def replay(path: Path) -> Schedule:
     """The schedule of a real run, from its trace."""
     header, iterations = read_trace(path)
     policy = header.get("config", {}).get("scheduler", {}).get("policy", "")
-    return Schedule(f"{path.name} {policy}".strip(), header, iterations, "as measured")
+    notes = (LIVE_NOTE,) if header.get("rehearsable") is False else ()
+    return Schedule(f"{path.name} {policy}".strip(), header, iterations, "as measured", lambda: notes)
 
 
 def _show(schedule: Schedule, limit: int, draws: Sequence[Draw]) -> None:

@@ -31,8 +31,9 @@ from contbatch_cli.cli.live_region import (
 )
 from contbatch_cli.cli.summary import RunSummary, summary_lines
 from contbatch_cli.engine import IterationReport
-from contbatch_cli.metrics import Metrics, MetricsSnapshot
+from contbatch_cli.metrics import Metrics, RowCounts
 from contbatch_cli.trace import NameOf, iteration_of, no_name
+from contbatch_cli.units import counted
 
 REDRAWS_PER_S = 8
 COST_SHARE = 0.01
@@ -182,18 +183,18 @@ class PlainView:
 
 
 def progress_words(metrics: Metrics, report: IterationReport) -> list[str]:
-    """`40/192 done`, speed, time left, what runs and waits, tokens: the most wanted first."""
+    """`40/192 done` (rows), speed, time left, what runs and waits (requests), tokens: the most wanted first."""
     snapshot = metrics.snapshot()
-    words = [_done_words(snapshot, metrics.total_requests), f"{three_figures(snapshot.recent_tokens_per_s)} tokens/s"]
+    words = [_done_words(metrics.rows), f"{three_figures(snapshot.recent_tokens_per_s)} tokens/s"]
     if metrics.total_requests is not None:
         words.append(f"{clock_time(snapshot.time_left_s)} left")
     words += [f"{report.num_running:,} running", f"{report.num_waiting:,} waiting"]
-    return [*words, f"{snapshot.output_tokens:,} output tokens"]
+    return [*words, counted(snapshot.output_tokens, "output token")]
 
 
-def _done_words(snapshot: MetricsSnapshot, total: int | None) -> str:
-    done = f"{snapshot.done:,}" if total is None else f"{snapshot.done:,}/{total:,}"
-    return f"{done} done" + (f" ({snapshot.bad:,} bad)" if snapshot.bad else "")
+def _done_words(rows: RowCounts) -> str:
+    done = f"{rows.done:,}" if rows.total is None else f"{rows.done:,}/{rows.total:,}"
+    return f"{done} done" + (f" ({rows.bad:,} bad)" if rows.bad else "")
 
 
 class LiveView:
@@ -309,15 +310,15 @@ class LiveTable:
 
     def _state(self, report: IterationReport, width: int) -> list[Text]:
         snapshot = self._metrics.snapshot()
-        total = self._metrics.total_requests
+        rows = self._metrics.rows
         first = Text()
-        if total and width >= 50:
-            first.append(bar(snapshot.done / total, 20 if width >= 100 else 10, self._ascii_only) + " ", "green")
+        if rows.total and width >= 50:
+            first.append(bar(rows.done / rows.total, 20 if width >= 100 else 10, self._ascii_only) + " ", "green")
         first.append(join_fitting(progress_words(self._metrics, report), width - first.cell_len))
         words = [f"ITL {duration(snapshot.itl_p50_s)}, p99 {duration(snapshot.itl_p99_s)}"]
-        words += [f"budget use {snapshot.budget_use:.0%}", f"peak {snapshot.peak_blocks:,} blocks"]
-        words += [f"{snapshot.preemptions:,} preemptions"] if snapshot.preemptions else []
-        words += [f"{snapshot.cached_tokens:,} prompt tokens from the cache"] if snapshot.cached_tokens else []
+        words += [f"budget use {snapshot.budget_use:.0%}", f"peak {counted(snapshot.peak_blocks, 'block')}"]
+        words += [counted(snapshot.preemptions, "preemption")] if snapshot.preemptions else []
+        words += [f"{counted(snapshot.cached_tokens, 'prompt token')} from the cache"] if snapshot.cached_tokens else []
         more = [Text(crop(line, width), "dim") for line in self._more_lines()]
         return [first, Text(join_fitting(words, width), "dim"), *more]
 

@@ -1,10 +1,10 @@
-"""The options that set config keys, the same for every command that has a config."""
+"""Options that several commands have: those that set config keys, and those that say how rows are read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -25,6 +25,16 @@ TopP = Annotated[float | None, typer.Option("--top-p", metavar="X", help="Keep t
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="The run seed.")]
 Stop = Annotated[
     list[str] | None, typer.Option("--stop", metavar="TEXT", help="End a row where this text appears. Repeatable.")
+]
+Format = Literal["auto", "jsonl", "text", "csv", "parquet"]
+InputFormat = Annotated[Format, typer.Option("--format", help="Format of the inputs; auto goes by the file's ending.")]
+Template = Annotated[
+    str | None, typer.Option("--template", metavar="TEXT|@FILE", help="Jinja2 over a row's columns, as a user message.")
+]
+Raw = Annotated[bool, typer.Option("--raw", help="The template's text is a raw prompt.")]
+System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message for rows without one.")]
+ChatTemplateFile = Annotated[
+    Path | None, typer.Option("--chat-template", metavar="FILE", help="Jinja2 file instead of the model's chat template.")
 ]
 Order = Annotated[str | None, typer.Option("--order", metavar="completion|input", help="Order of the records.")]
 Replicas = Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,15 @@ from contbatch_cli.data.job_rows import ReadRow
 from contbatch_cli.data.output_file import STANDARD_OUTPUT, OpenMode, OutputFile, open_output
 from contbatch_cli.data.readers import read_rows
 from contbatch_cli.data.resume import ResumePlan, resume_output, start_output
-from contbatch_cli.data.writer import Order, ReaderGone, RecordWriter, output_writer, standard_output_writer, unowned_writer
+from contbatch_cli.data.writer import (
+    HeldRecords,
+    Order,
+    ReaderGone,
+    RecordWriter,
+    output_writer,
+    standard_output_writer,
+    unowned_writer,
+)
 from contbatch_cli.errors import UsageError
 
 
@@ -42,13 +51,18 @@ class OutputOptions:
 
 
 class Output:
-    """The opened output. `begin` comes before the first record."""
+    """The opened output. `begin` comes before the first record, `settle` when nothing is left that can fail at the start.
+
+    What an earlier run left and `--overwrite` gives up is there until then.
+    """
 
     def __init__(self, options: OutputOptions, inputs: Inputs) -> None:
         self._options = options
         self._inputs = inputs
         self._file: OutputFile | None = None
         self._writer: RecordWriter | None = None
+        self._settings: Mapping[str, Any] = {}
+        self._held: HeldRecords | None = None
         self.plan = ResumePlan()
         if options.name != STANDARD_OUTPUT:
             self._file = open_output(options.name, options.mode, inputs.sources)
@@ -58,7 +72,7 @@ class Output:
 
         `to_standard_output` writes to a terminal that `descriptor`, the run's own standard output, shares with the view.
         """
-        order = self._options.order
+        order, self._settings = self._options.order, settings
         if self._file is None:
             if os.isatty(descriptor):
                 self._writer = unowned_writer(TerminalAppender(to_standard_output), order, time.monotonic)
@@ -74,9 +88,25 @@ class Output:
                 self._options.rerun_changed,
                 self._inputs.options.limit is None,
             )
+        elif self._options.overwrite:
+            self._writer = self._held = HeldRecords(time.monotonic)
+            return
         else:
             start_output(self._file, settings)
-        self._writer = output_writer(self._file, order, time.monotonic, self.plan.first, self.plan.waiting)
+        self._writer = self._file_writer(self._file)
+
+    def settle(self) -> None:
+        """The run can go on: with `--overwrite` the old records go now, and those that came meanwhile take their place."""
+        if self._held is not None:
+            assert self._file is not None, "only a file is overwritten"
+            start_output(self._file, self._settings)
+            held, self._held = self._held, None
+            self._writer = self._file_writer(self._file)
+            held.release(self._writer)
+            held.close()
+
+    def _file_writer(self, file: OutputFile) -> RecordWriter:
+        return output_writer(file, self._options.order, time.monotonic, self.plan.first, self.plan.waiting)
 
     def remaining(self, rows: Iterator[ReadRow]) -> Iterator[ReadRow]:
         """The rows that have no good record yet."""
@@ -118,6 +148,8 @@ def claim_standard_output(options: OutputOptions) -> int:
     """
     if options.name == STANDARD_OUTPUT and not _is_open(STDOUT):
         raise UsageError("standard output is closed: use -o FILE")
+    if not _is_open(STDOUT):
+        sys.stdout = sys.stderr
     for descriptor in (STDIN, STDOUT, STDERR):
         if not _is_open(descriptor):
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)

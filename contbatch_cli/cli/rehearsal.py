@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,6 +35,7 @@ from contbatch_cli.engine import Engine
 from contbatch_cli.simulate import OutputScript, SimulatedClock, SimulatedRunner
 from contbatch_cli.sizing import DeviceMemory
 from contbatch_cli.trace import TraceIteration, header_fields, iteration_of
+from contbatch_cli.units import counted
 
 ASSUMED_GPU_BYTES = 40 * 2**30
 
@@ -67,7 +67,7 @@ class Rehearsals:
         effective = self.configure(assigned(overrides))
         config = effective.config
         model = self._model(config)
-        memory = memory_of_each(config, rehearsal_memory(config, model.info), model.info)
+        memory = memory_of_each(config, rehearsal_memory(config, model), model)
         script = self.script()
         faults: list[RowFault] = []
         job = prepare_job(effective, self.inputs, model, memory, faults.append)
@@ -109,10 +109,10 @@ def _notes(config: Config, memory: DeviceMemory, script: OutputScript, faults: S
     """What the reader of the figures should know; complete once the schedule was walked."""
     notes = [f"output lengths: {script.description}"]
     if script.known and script.num_unknown:
-        notes.append(f"{script.num_unknown:,} rows are not in that file: taken to be as long as max_tokens allows")
+        notes.append(f"{counted(script.num_unknown, 'row')} not in that file, taken to be as long as max_tokens allows")
     if faults:
         first = f"row {faults[0].index}: {faults[0].code}"
-        notes.append(f"{len(faults):,} rows cannot run and are left out (the first, {first})")
+        notes.append(f"{counted(len(faults), 'row')} left out, which cannot run (the first, {first})")
     if memory.kind == "cuda" and config.cache.num_blocks == "auto":
         notes.append(
             f"GPU memory is taken as {memory.free_bytes / 2**30:.0f} GiB free; cache.num_blocks or cache.memory sets it"
@@ -120,16 +120,25 @@ def _notes(config: Config, memory: DeviceMemory, script: OutputScript, faults: S
     return tuple(notes)
 
 
-def rehearsal_memory(config: Config, info: ModelInfo) -> DeviceMemory:
+def rehearsal_memory(config: Config, model: TextModel) -> DeviceMemory:
     """The memory that a real run would find. A GPU's cannot be asked without torch: a middling one is assumed."""
     if device_kind(config.model) == "cuda":
         return DeviceMemory("cuda", ASSUMED_GPU_BYTES)
-    return device_memory(config.model, info)
+    return device_memory(config.model, model)
 
 
 def calibration_path(config: Config, info: ModelInfo, kind: str) -> Path:
-    """Where the measured cost model of this model, type and device is kept."""
-    return cache_dir() / "calibrations" / f"{info.fingerprint[:16]}-{kind}-{arithmetic_name(config.model, kind, info)}.json"
+    """Where the measured cost model of this model, type and devices is kept; on a CPU also of this number of threads."""
+    threads = f"-{num_threads(config)}t" if kind == "cpu" else ""
+    devices = f"-{config.model.tensor_parallel}d" if config.model.tensor_parallel > 1 else ""
+    name = f"{info.fingerprint[:16]}-{kind}{threads}{devices}-{arithmetic_name(config.model, kind, info)}.json"
+    return cache_dir() / "calibrations" / name
+
+
+def num_threads(config: Config) -> int:
+    """How many threads an engine of the run computes with on a CPU: replicas share this machine's."""
+    replicas = config.cluster.replicas if isinstance(config.cluster.replicas, int) else 1
+    return max(machine.num_threads() // max(replicas, 1), 1)
 
 
 def cost_model(config: Config, info: ModelInfo, kind: str) -> CostModel:
@@ -137,7 +146,7 @@ def cost_model(config: Config, info: ModelInfo, kind: str) -> CostModel:
     stored = read_json(calibration_path(config, info, kind))
     if stored is not None:
         return CostModel.from_dict(stored)
-    figures = device_figures(machine.gpu_name() if kind == "cuda" else "cpu", os.cpu_count() or 1)
+    figures = device_figures(machine.gpu_name() if kind == "cuda" else "cpu", num_threads(config))
     return roofline(ModelShape.from_config(_config_json(info)), figures, DTYPE_BYTES[dtype_name(config.model, kind, info)])
 
 

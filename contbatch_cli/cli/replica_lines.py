@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from contbatch_cli.cli.figures import duration, three_figures
 from contbatch_cli.cluster.cluster_engine import ReplicaState
 from contbatch_cli.trace import TraceIteration
+from contbatch_cli.units import counted
 
 MOST_LINES = 8
 
@@ -15,15 +16,15 @@ MOST_LINES = 8
 def live_lines(states: Sequence[ReplicaState]) -> list[str]:
     """Rows, speed and cache of each replica; the first ones where there are many."""
     lines = [_live_line(state) for state in states[:MOST_LINES]]
-    return [*lines, f"and {len(states) - MOST_LINES} more replicas"] if len(states) > MOST_LINES else lines
+    return [*lines, f"and {counted(len(states) - MOST_LINES, 'more replica')}"] if len(states) > MOST_LINES else lines
 
 
 def _live_line(state: ReplicaState) -> str:
     if state.is_lost:
-        return f"replica {state.replica}: lost, {state.rows_done:,} rows done"
+        return f"replica {state.replica}: lost, {counted(state.rows_done, 'row')} done"
     return (
-        f"replica {state.replica}: {state.rows_done:,} rows done, {three_figures(state.recent_tokens_per_s)} tokens/s, "
-        f"{state.num_running:,} running, {state.num_waiting:,} waiting, {state.blocks_used:,}/{state.num_blocks:,} blocks"
+        f"replica {state.replica}: {counted(state.rows_done, 'row')} done, {three_figures(state.recent_tokens_per_s)} tokens/s, "
+        f"{state.num_running:,} running, {state.num_waiting:,} waiting, {state.blocks_used:,}/{counted(state.num_blocks, 'block')}"
     )
 
 
@@ -45,7 +46,7 @@ class ReplicaTotals:
         if iteration.replica is None:
             return
         totals = self._totals.setdefault(iteration.replica, _Totals())
-        totals.rows += len(iteration.finished)
+        totals.rows += sum(request_id.sample == 0 for request_id in iteration.finished)
         totals.tokens += sum(run.num_sampled for run in iteration.scheduled)
         totals.busy_s += iteration.elapsed_s
         totals.end_s = iteration.end_s
@@ -54,7 +55,7 @@ class ReplicaTotals:
         """One for each replica: its rows, its tokens, and how much of the makespan it was busy."""
         makespan_s = max((one.end_s for one in self._totals.values()), default=0.0)
         return [
-            f"replica {replica}: {one.rows:,} rows, {one.tokens:,} output tokens, done after {duration(one.end_s)}, "
+            f"replica {replica}: {counted(one.rows, 'row')}, {counted(one.tokens, 'output token')}, done after {duration(one.end_s)}, "
             f"busy {one.busy_s / makespan_s if makespan_s else 0.0:.0%} of the makespan"
             for replica, one in sorted(self._totals.items())
         ]

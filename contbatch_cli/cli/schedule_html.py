@@ -73,6 +73,10 @@ function seconds(v) {
   return v < 100 ? v.toPrecision(4) + " s" : v.toFixed(1) + " s";
 }
 
+function counted(n, noun) {
+  return n.toLocaleString("en") + " " + noun + (n === 1 ? "" : "s");
+}
+
 function legend() {
   const box = document.getElementById("legend");
   const words = ["waits", "prefill", "decode", "stalled: holds its cache, gets no token", "preempted"];
@@ -234,10 +238,10 @@ class Chart {
       const name = this.data.names[lane];
       g.fillText(name.length > 19 ? name.slice(0, 18) + "\\u2026" : name, LEFT - 7, (row + 0.5) * this.laneH);
     });
-    else g.fillText(this.shown.length.toLocaleString("en") + " rows", LEFT - 7, 10);
+    else g.fillText(counted(this.shown.length, "row"), LEFT - 7, 10);
     g.fillText("budget " + this.data.budget.toLocaleString("en"), LEFT - 7, this.stepsTop + 8);
     g.fillText("tokens a step", LEFT - 7, this.stepsTop + STEPS_H - 7);
-    g.fillText(this.data.blocks.toLocaleString("en") + " blocks", LEFT - 7, this.cacheTop + 8);
+    g.fillText(counted(this.data.blocks, "block"), LEFT - 7, this.cacheTop + 8);
     g.fillText("cache in use", LEFT - 7, this.cacheTop + CACHE_H - 7);
   }
 
@@ -256,7 +260,7 @@ class Chart {
     const lane = this.shown[Math.floor(y / this.laneH)], s = this.data.lanes[lane];
     if (!s) return "";
     for (let k = 0; k < s.length; k += SEG) if (s[k + 1] <= t && t < s[k + 2]) {
-      const tokens = s[k + 3] ? `\\n${s[k + 3].toLocaleString("en")} tokens` : "";
+      const tokens = s[k + 3] ? `\\n${counted(s[k + 3], "token")}` : "";
       return `${this.data.names[lane]}: ${STATES[s[k]]}\\n${seconds(s[k + 1])} to ${seconds(s[k + 2])}${tokens}`;
     }
     return `${this.data.names[lane]}: done`;
@@ -265,8 +269,9 @@ class Chart {
   stepWords(t) {
     const i = this.stepAt(t), s = this.data.steps, k = i * STEP;
     if (i >= this.numSteps) return "";
-    return `iteration ${i.toLocaleString("en")}: ${seconds(s[k])}, took ${seconds(s[k + 1] - s[k])}\\n${s[k + 2]} decodes, ` +
-      `${s[k + 3]} prefill tokens of ${this.data.budget}\\n${s[k + 4]} of ${this.data.blocks} blocks\\n` +
+    return `iteration ${i.toLocaleString("en")}: ${seconds(s[k])}, took ${seconds(s[k + 1] - s[k])}\\n` +
+      `${counted(s[k + 2], "decode")}, ${counted(s[k + 3], "prefill token")} of ${this.data.budget}\\n` +
+      `${s[k + 4]} of ${counted(this.data.blocks, "block")}\\n` +
       `${s[k + 5]} running, ${s[k + 6]} waiting`;
   }
 }

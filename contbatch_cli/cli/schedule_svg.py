@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from contbatch_cli.cli.figures import ELLIPSIS, three_figures
 from contbatch_cli.cli.schedule_lanes import STATE_NAMES, Lane, ScheduleChart, State, Step
+from contbatch_cli.units import counted
 
 WIDTH = 1120
 LEFT, RIGHT = 118, 24
@@ -129,7 +130,7 @@ class _Drawing:
             yield _text(x, self.bottom - 6, words, "dim mid")
 
     def _draw_lanes(self) -> Iterator[str]:
-        words = f"{len(self._lanes):,} requests"
+        words = counted(len(self._lanes), "request")
         if self._lane_height >= MIN_NAMED_LANE:
             for index, lane in enumerate(self._lanes):
                 y = self._lanes_top + (index + 0.5) * self._lane_height + 3.5
@@ -191,7 +192,7 @@ class _Drawing:
         scale = (CACHE_HEIGHT - 8) / max(self._chart.num_blocks, 1)
         boxes = [self._bar(c.start_s, c.end_s, bottom - c.blocks_used * scale, c.blocks_used * scale) for c in self._columns]
         yield f'<path class="cache" d="{"".join(boxes)}"/>'
-        yield from self._limit(self._cache_top + 8, f"{self._chart.num_blocks:,} blocks")
+        yield from self._limit(self._cache_top + 8, counted(self._chart.num_blocks, "block"))
         yield _text(LEFT - 6, bottom - 2, "cache in use", "dim end")
 
     def _bar(self, start_s: float, end_s: float, y: float, height: float) -> str:

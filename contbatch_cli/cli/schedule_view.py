@@ -17,6 +17,7 @@ from contbatch_cli.cli.iteration_columns import row_text, table_columns, title_t
 from contbatch_cli.cli.summary import metric_lines
 from contbatch_cli.metrics import Metrics, MetricsSnapshot
 from contbatch_cli.trace import TraceIteration
+from contbatch_cli.units import counted
 
 PIPED_WIDTH = 140
 DEFAULT_ITERATIONS = 40
@@ -115,7 +116,7 @@ class IterationTable:
 def print_summary(console: Console, result: Result) -> None:
     """The schedule's figures, what its clock is worth, and its notes."""
     lines = [("makespan", f"{duration(result.metrics.elapsed_s)} ({result.schedule.clock})")]
-    lines += [("rows", f"{result.metrics.done:,} done, at most {result.metrics.peak_running:,} at once")]
+    lines += [("rows", f"{result.metrics.rows:,} done, at most {counted(result.metrics.peak_running, 'request')} at once")]
     lines += metric_lines(result.metrics)
     lines += [("note", note) for note in result.notes]
     console.print()

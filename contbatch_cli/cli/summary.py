@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from contbatch_cli.cli.figures import duration, three_figures
 from contbatch_cli.metrics import MetricsSnapshot
+from contbatch_cli.units import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
     metrics = summary.metrics
     lines = [("rows", _rows_text(summary)), *metric_lines(metrics)]
     if summary.runaway_rows:
-        lines.append(("runaway", f"{summary.runaway_rows:,} rows ran on repeating themselves"))
+        lines.append(("runaway", f"{counted(summary.runaway_rows, 'row')} ran on, repeating the same tokens"))
     lines += [("note", note) for note in summary.notes]
     lines.append(("output", summary.output or "standard output"))
     return lines
@@ -48,7 +49,7 @@ def _rows_text(summary: RunSummary) -> str:
     words += [f"{summary.rows_cancelled:,} cancelled"] if summary.rows_cancelled else []
     words += [f"{summary.rows_kept:,} kept from the earlier run"] if summary.rows_kept else []
     duplicates, saved = summary.metrics.duplicates, summary.metrics.duplicate_tokens
-    words += [f"{duplicates:,} duplicates not computed again ({saved:,} tokens saved)"] if duplicates else []
+    words += [f"{counted(duplicates, 'duplicate')} not computed again ({counted(saved, 'token')} saved)"] if duplicates else []
     return ", ".join(words)
 
 
@@ -66,10 +67,10 @@ def _latency_text(metrics: MetricsSnapshot) -> str:
 
 
 def _schedule_text(metrics: MetricsSnapshot) -> str:
-    text = f"{metrics.iterations:,} iterations, {metrics.budget_use:.0%} of the token budget used"
-    text += f", peak {metrics.peak_blocks:,} of {metrics.num_blocks:,} blocks"
+    text = f"{counted(metrics.iterations, 'iteration')}, {metrics.budget_use:.0%} of the token budget used"
+    text += f", peak {metrics.peak_blocks:,} of {counted(metrics.num_blocks, 'block')}"
     if metrics.preemptions:
-        text += f", {metrics.preemptions:,} preemptions ({metrics.recomputed_tokens:,} tokens computed again)"
+        text += f", {counted(metrics.preemptions, 'preemption')} ({counted(metrics.recomputed_tokens, 'token')} computed again)"
     if metrics.draft_tokens:
-        text += f", {metrics.accepted_drafts:,} of {metrics.draft_tokens:,} draft tokens right"
+        text += f", {metrics.accepted_drafts:,} of {counted(metrics.draft_tokens, 'draft token')} right"
     return text

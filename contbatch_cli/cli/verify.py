@@ -9,6 +9,7 @@ from contbatch_cli.build import Executor
 from contbatch_cli.core.divergence import Divergence
 from contbatch_cli.core.noise import mix64
 from contbatch_cli.core.request import FinishReason, Request
+from contbatch_cli.units import counted
 
 NEAR_TIE = 1e-4
 """Below this gap, in float32, two candidates are as likely as rounding can tell."""
@@ -46,7 +47,8 @@ def verify(sample: Sample, executor: Executor, token_text: Callable[[int], str])
         if divergence is not None:
             divergences += 1
             yield divergence_line(request, divergence, token_text)
-    yield f"verified  {len(requests)} rows run again alone: {len(requests) - divergences} equal, {divergences} differ"
+    again = f"{counted(len(requests), 'row')} run again alone"
+    yield f"verified  {again}: {len(requests) - divergences} equal, {divergences} different"
 
 
 def divergence_line(request: Request, divergence: Divergence, token_text: Callable[[int], str]) -> str:

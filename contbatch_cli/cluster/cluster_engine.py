@@ -19,6 +19,7 @@ from contbatch_cli.core.job_order import JobQueue
 from contbatch_cli.core.request import Request
 from contbatch_cli.engine import Clock, IterationReport
 from contbatch_cli.errors import EngineError
+from contbatch_cli.units import counted
 
 STRETCH_S = 0.1
 """How long a replica runs before it reports."""
@@ -75,7 +76,10 @@ class ReplicaPool(Protocol):
 
 @dataclass(slots=True)
 class ReplicaState:
-    """What the latest reports of a replica say. `output_tokens` and `rows_done` count from the run's beginning."""
+    """What the latest reports of a replica say. `output_tokens` and `rows_done` count from the run's beginning.
+
+    A row counts with its first sample: its others may run elsewhere.
+    """
 
     replica: int
     seats: int
@@ -204,7 +208,7 @@ class ClusterEngine:
             if request is not None:
                 outcome.fill_in(request)
                 finished.append(request)
-        state.rows_done += len(finished)
+        state.rows_done += sum(request.request_id.sample == 0 for request in finished)
         start_s = digest.start_s - self._began_s
         report = self._summed_report(replica, batch, finished, digest.token_budget, start_s, digest.elapsed_s)
         return replace(report, accepted_drafts=accepted)
@@ -218,8 +222,8 @@ class ClusterEngine:
         num_sent = self._dispatcher.num_sent_to(replica)
         given_up = self._dispatcher.leave(replica)
         self._set_state(replica, 0)
-        fate = f", {len(given_up)} are given up" if given_up else ""
-        self._say(f"replica {replica} was lost: {event.reason}; {num_sent - len(given_up)} of its rows run again{fate}")
+        fate = f", {len(given_up)} given up" if given_up else ""
+        self._say(f"replica {replica} was lost: {event.reason}; {counted(num_sent - len(given_up), 'row')} to run again{fate}")
         for request in given_up:
             lost_outcome(request, self._max_attempts).fill_in(request)
         if given_up:

@@ -19,12 +19,13 @@ from typing import Any, NamedTuple, Protocol
 from contbatch_cli.cluster.cluster_engine import Event, Joined, Lost, Stepped
 from contbatch_cli.cluster.replica import IterationDigest, Replica
 from contbatch_cli.cluster.shares import Node, Share, share_out
-from contbatch_cli.config import ClusterConfig
+from contbatch_cli.config import ClusterConfig, ModelConfig
 from contbatch_cli.core.divergence import Divergence
 from contbatch_cli.core.request import Request
 from contbatch_cli.engine import Clock
 from contbatch_cli.errors import ContbatchError, EngineError, UsageError
 from contbatch_cli.sizing import DeviceMemory, Sizes
+from contbatch_cli.units import counted
 
 WAIT_S = 0.5
 PROBE_GRACE_S = 20.0
@@ -115,7 +116,7 @@ class RayPool:
     def __init__(
         self,
         config: ClusterConfig,
-        device: str,
+        model: ModelConfig,
         make_builder: Callable[[Share], ReplicaBuilder],
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -131,7 +132,8 @@ class RayPool:
             if self._owns_connection:
                 _connect(self._ray, config)
             nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-            self.share = share_out([Node(one.get("CPU", 0), one.get("GPU", 0)) for one in nodes], _number(config), device)
+            found = [Node(one.get("CPU", 0), one.get("GPU", 0)) for one in nodes]
+            self.share = share_out(found, _number(config), model.device, model.tensor_parallel)
             self._builder = make_builder(self.share)
             self._members = [self._started(number) for number in range(self.share.num_replicas)]
         except BaseException:
@@ -192,7 +194,7 @@ class RayPool:
         error = self._errors[-1] if self._errors else None
         if isinstance(error, ContbatchError):
             raise error
-        raise EngineError(f"none of {len(self._members)} replicas could start: {error}")
+        raise EngineError(f"none of {counted(len(self._members), 'replica')} could start: {error}")
 
     def _started(self, number: int, num_restarts: int = 0) -> _Member:
         share = self.share
@@ -200,7 +202,7 @@ class RayPool:
             self._ray.remote(ReplicaActor)
             .options(
                 num_cpus=share.num_cpus,
-                num_gpus=1 if share.kind == "cuda" else 0,
+                num_gpus=share.num_gpus,
                 max_restarts=0,
                 max_task_retries=0,
                 scheduling_strategy="SPREAD",

@@ -16,6 +16,7 @@ from contbatch_cli.core.job_order import JobQueue
 from contbatch_cli.core.request import GREEDY, Finish, FinishReason, Request, RequestId, TokenLogprob
 from contbatch_cli.core.scheduler import StallFreeScheduler
 from contbatch_cli.engine import Clock, InferenceEngine, IterationReport, Runner
+from contbatch_cli.units import counted
 
 FIELDS_PER_RUN = 7
 
@@ -195,5 +196,5 @@ class Replica:
 
 def lost_outcome(request: Request, attempts: int) -> Outcome:
     """The outcome of a row that no replica survived."""
-    message = f"replica_lost: its replica was lost {attempts} times while it ran (cluster.max_attempts)"
+    message = f"replica_lost: its replica was lost {counted(attempts, 'time')} while it ran (cluster.max_attempts)"
     return Outcome(request.request_id, [], Finish(FinishReason.ERROR, message=message), [], [], 0, 0, 0)

@@ -23,6 +23,7 @@ from jinja2.utils import Namespace
 
 from contbatch_cli.data.model_files import read_json
 from contbatch_cli.errors import RowError, UsageError
+from contbatch_cli.units import counted
 
 Message = Mapping[str, Any]
 
@@ -130,7 +131,7 @@ class ChatTemplate:
             return str(_compile(self.sources[name]).render(context))
         # A template is a program: whatever it raises is the fault of this row with this template.
         except Exception as error:
-            where = f"chat template {name!r} of {self.origin}{_line_of(error)}, {num_messages} messages"
+            where = f"chat template {name!r} of {self.origin}{_line_of(error)}, {counted(num_messages, 'message')}"
             raise RowError("template_error", f"{where}: {_message_of(error)}") from error
 
     @property

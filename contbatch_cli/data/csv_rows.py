@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, NamedTuple
 from contbatch_cli.data.rows import canonical_json
 from contbatch_cli.data.sources import Line, split_lines
 from contbatch_cli.errors import RowError, UsageError
+from contbatch_cli.units import counted
 
 
 class CsvRecord(NamedTuple):
@@ -77,7 +78,7 @@ class CsvReader:
 
     def _record(self, fields: list[str]) -> CsvRecord:
         if len(fields) != len(self.names):
-            return self._faulty("invalid_row", f"{len(fields)} fields, the header names {len(self.names)}", fields)
+            return self._faulty("invalid_row", f"{counted(len(fields), 'field')}, the header names {len(self.names)}", fields)
         if not all(map(_is_clean, fields)):
             return self._faulty("invalid_encoding", "not UTF-8", fields)
         return CsvRecord(self._first_line, canonical_json(fields).encode(), dict(zip(self.names, fields, strict=True)))

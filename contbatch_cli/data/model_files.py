@@ -288,16 +288,26 @@ def _generation_defaults(generation: Json) -> GenerationDefaults:
 def _safetensors_headers(path: Path) -> Iterator[tuple[str, Json]]:
     """Each weight file's name and its tensors' `dtype`, `shape` and `data_offsets` (the safetensors format's JSON header)."""
     for file in _weight_files(path):
-        with file.open("rb") as stream:
-            prefix = stream.read(8)
-            size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
-            text = stream.read(size) if 0 <= size <= _HEADER_LIMIT_BYTES else b""
-        try:
-            header = json.loads(text)
-        except ValueError as error:
-            raise UsageError(f"{file} is not a whole safetensors file: its header cannot be read") from error
-        header.pop("__metadata__", None)
-        yield file.name, header
+        yield file.name, _safetensors_header(file)
+
+
+def _safetensors_header(file: Path) -> Json:
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+        text = stream.read(size) if 0 <= size <= _HEADER_LIMIT_BYTES else b""
+    try:
+        header: Json = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{file} is not a whole safetensors file: its header cannot be read") from error
+    header.pop("__metadata__", None)
+    return header
+
+
+def num_adapter_parameters(path: Path) -> int:
+    """How many numbers the weights of an adapter in PEFT's format hold; 0 where there are none to read."""
+    file = path / "adapter_model.safetensors"
+    return sum(map(_num_elements, _safetensors_header(file).values())) if file.is_file() else 0
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -106,9 +106,15 @@ def models_dir() -> Path:
 def resolve(name: str, revision: str | None = None, *, progress: Progress = print_progress) -> Path:
     """The Hugging Face directory of a built-in name, a directory, a `.gguf` file or a hub id, fetched and made if need be.
 
-    Raises UsageError, in one line, for a name that is none of these or whose files cannot be had.
+    Raises UsageError, in one line, for a name that is none of these or whose files cannot be had, and for a `revision` of
+    anything but a hub id.
     """
     path = Path(name).expanduser()
+    if revision is not None and (name in BUILTIN or path.exists()):
+        kind = "a built-in name" if name in BUILTIN else "a directory" if path.is_dir() else "a file"
+        raise UsageError(
+            f"model {name!r}: is {kind} and has no revision {revision!r}: leave model.revision out, or name a hub id"
+        )
     if name in BUILTIN:
         return _resolve_builtin(BUILTIN[name], progress)
     if path.is_dir():

@@ -11,6 +11,7 @@ from contbatch_cli.core.request import Request, RequestId, SamplingParams
 from contbatch_cli.data.response_format import check_response_format
 from contbatch_cli.data.rows import ChatPrompt, Prompt, Row, RowFault, TextPrompt, canonical_json
 from contbatch_cli.errors import RowError
+from contbatch_cli.units import counted
 
 BUILT_IN_DEFAULTS: Mapping[str, Any] = {"max_tokens": 256, "temperature": 0.0}
 _CACHED_SETTINGS = 1024
@@ -237,11 +238,11 @@ class Preparer:
         room = context - num_prompt
         if settings.is_max_explicit:
             total = num_prompt + sampling.max_tokens
-            numbers = f"{num_prompt:,} prompt + {sampling.max_tokens:,} new tokens make {total:,}"
+            numbers = f"{num_prompt:,} prompt + {counted(sampling.max_tokens, 'new token')} make {total:,}"
             raise RowError("prompt_too_long", f"{numbers}, the model's context holds {context:,}{self._limits.context_reason}")
         if room < 1 or (settings.is_min_explicit and room < sampling.min_tokens):
             wanted = max(1, sampling.min_tokens if settings.is_min_explicit else 1)
-            numbers = f"{num_prompt:,} prompt + at least {wanted:,} new tokens"
+            numbers = f"{num_prompt:,} prompt + at least {counted(wanted, 'new token')}"
             raise RowError("prompt_too_long", f"{numbers}, the model's context holds {context:,}{self._limits.context_reason}")
         return replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
 
@@ -269,5 +270,6 @@ def check_cache(num_prompt: int, max_tokens: int, limits: ModelLimits) -> None:
     if limits.most_row_blocks is not None:
         needed = min(needed, limits.most_row_blocks)
     if limits.num_blocks is not None and needed > limits.num_blocks:
-        numbers = f"{num_prompt:,} prompt + {max_tokens:,} new tokens need {needed:,} blocks of {limits.block_size}"
+        blocks = f"{counted(needed, 'block')} of {limits.block_size}"
+        numbers = f"{num_prompt:,} prompt + {counted(max_tokens, 'new token')} need {blocks}"
         raise RowError("exceeds_kv_cache", f"{numbers}, the cache has {limits.num_blocks:,} (cache.num_blocks)")

@@ -132,7 +132,7 @@ class _Reader:
             return Row(index, id, line, file, prompt, params, extra, row_hash(prompt, params), envelope)
         except RowError as error:
             return RowFault(
-                index, id, line, file, error.code, _placed(line, error), bytes_hash(raw.rstrip(b"\r\n")), {}, envelope
+                index, id, line, file, error.code, _placed(index, error), bytes_hash(raw.rstrip(b"\r\n")), {}, envelope
             )
 
     def _envelope(self, columns: dict[str, Any]) -> OpenAIEnvelope | None:
@@ -143,7 +143,7 @@ class _Reader:
         if first is not None:
             where = "" if first.source == place.source else f" of {self._inputs[first.source][0]}"
             shown = canonical_json(id)[:80]
-            raise RowError("duplicate_id", f"line {place.line}: the id {shown} was used before, in line {first.line}{where}")
+            raise RowError("duplicate_id", f"the id {shown} was used before, in line {first.line}{where}")
 
     def _entries(self, name: str, kind: Format, stream: BinaryIO | None) -> tuple[Iterator[_Entry], MakeDraft]:
         """One input's rows and what makes their drafts. `stream` is None for Parquet, which opens its own file."""
@@ -174,8 +174,9 @@ class _Reader:
         return lambda value: column_draft(value, column)
 
 
-def _placed(line: int, error: RowError) -> str:
-    return error.message if error.message.startswith("line ") else f"line {line}: {error.message}"
+def _placed(index: int, error: RowError) -> str:
+    """Text that cannot be read is told by its line, everything that is wrong with what it says by the row (`prepared_fault`)."""
+    return error.message if error.message.startswith("line ") else f"row {index}: {error.message}"
 
 
 def _row_id(columns: dict[str, Any]) -> str | int | None:

@@ -24,8 +24,9 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 from contbatch_cli.data.output_file import OutputFile, pending_path, sync_directory
 from contbatch_cli.data.row_table import RowTable
 from contbatch_cli.data.rows import Row, RowFault
-from contbatch_cli.data.run_meta import refuse_other_settings, write_meta
+from contbatch_cli.data.run_meta import put_meta, refuse_other_settings, write_meta, written_meta
 from contbatch_cli.errors import EngineError, UsageError
+from contbatch_cli.units import counted
 
 Order = Literal["completion", "input"]
 _ROW_HASH = re.compile(r"[0-9a-f]{16}")
@@ -68,11 +69,16 @@ class ResumePlan:
 
 
 def start_output(output: OutputFile, settings: Mapping[str, Any]) -> None:
-    """Empties an output and what stands beside it, and writes its meta file, before the first record."""
+    """Empties an output and what stands beside it, and writes its meta file, before the first record.
+
+    Nothing is lost before the new meta file is whole on the disk; a kill in between leaves an output without one, which is
+    refused by `--resume`. Raises EngineError.
+    """
     if output.is_regular:
+        meta = written_meta(output.path, settings)
         output.empty()
         _remove_temporaries(output.path)
-        write_meta(output.path, settings)
+        put_meta(output.path, meta)
 
 
 def resume_output(
@@ -221,7 +227,7 @@ def _compare(
     for index in plan.hashes.indices():
         if index >= num_rows:
             if not rerun_changed:
-                only = f"the output has a record of row {index}, the input has only {num_rows:,} rows"
+                only = f"the output has a record of row {index}, the input has only {counted(num_rows, 'row')}"
                 raise UsageError(f"--resume: {only}; --rerun-changed drops what is gone")
             _give_up(plan, places, index)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,32 @@ def write_meta(path: Path, settings: Mapping[str, Any]) -> None:
 
     Raises EngineError when the disk does not take it.
     """
-    target = meta_path(path)
-    temporary = target.with_name(target.name + ".tmp")
+    put_meta(path, written_meta(path, settings))
+
+
+def written_meta(path: Path, settings: Mapping[str, Any]) -> Path:
+    """What `write_meta` writes, whole and on the disk in a temporary file beside it, for `put_meta`. Raises EngineError."""
+    temporary = meta_path(path).with_name(meta_path(path).name + ".tmp")
     content = json.dumps({"version": VERSION, "pid": os.getpid(), "settings": dict(settings)}, indent=1, allow_nan=False)
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(content + "\n")
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, target)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise EngineError(f"{meta_path(path)}: {error.strerror}") from error
+    return temporary
+
+
+def put_meta(path: Path, temporary: Path) -> None:
+    """Renames what `written_meta` wrote to its place. Raises EngineError."""
+    try:
+        os.replace(temporary, meta_path(path))
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise EngineError(f"{target}: {error.strerror}") from error
+        raise EngineError(f"{meta_path(path)}: {error.strerror}") from error
 
 
 def read_meta(path: Path) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ import os
 import select
 import stat
 import tempfile
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, Protocol
@@ -187,6 +188,29 @@ class InputOrderWriter:
         self._pending_size = 0
 
 
+class HeldRecords:
+    """Records that come before the output may be touched, kept in a nameless temporary file until they are released."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._file = _nameless_file(clock)
+        self._indices = array("q")
+
+    def write(self, index: int, record: bytes) -> None:
+        self._file.append(record)
+        self._indices.append(index)
+
+    def release(self, writer: RecordWriter) -> None:
+        """Hands all of them on, in the order in which they came."""
+        offset = 0
+        for index in self._indices:
+            record = _line_at(self._file.descriptor, offset)
+            writer.write(index, record)
+            offset += len(record)
+
+    def close(self) -> None:
+        os.close(self._file.descriptor)
+
+
 def _line_at(descriptor: int, offset: int) -> bytes:
     """The line that begins at `offset`, with its newline."""
     pieces: list[bytes] = []
@@ -208,11 +232,12 @@ def standard_output_writer(descriptor: int, order: Order, clock: Clock) -> Recor
 
 def unowned_writer(file: Appender, order: Order, clock: Clock) -> RecordWriter:
     """The same for records that something else appends: a view that stands on the same terminal."""
-    if order == "completion":
-        return CompletionOrderWriter(file)
+    return CompletionOrderWriter(file) if order == "completion" else InputOrderWriter(file, _nameless_file(clock))
+
+
+def _nameless_file(clock: Clock) -> AppendFile:
     with tempfile.TemporaryFile(buffering=0) as nameless:
-        waiting = os.dup(nameless.fileno())
-    return InputOrderWriter(file, AppendFile(waiting, "the temporary file of waiting records", clock))
+        return AppendFile(os.dup(nameless.fileno()), "the temporary file of waiting records", clock)
 
 
 def output_writer(

@@ -28,6 +28,7 @@ from contbatch_cli.errors import UsageError
 from contbatch_cli.model.attention import CachedStep, attending, current_step
 from contbatch_cli.model.attention import deterministic as backend
 from contbatch_cli.model.kv_cache import KVCache, LayerShape
+from contbatch_cli.units import counted
 
 BASE_ROWS = 32
 """The tile whose arithmetic is the model's: every other size has to agree with it."""
@@ -126,7 +127,8 @@ def make_deterministic(
         if differing == 0:
             tiled = TiledModel(model, agreeing_sizes(model, layers, dtype, token_budget))
             sizes = ", ".join(map(str, tiled.sizes))
-            return tiled, f"tiles of {sizes} rows, {threads} threads{'' if threads == wanted else f' instead of {wanted}'}"
+            instead = "" if threads == wanted else f" instead of {wanted}"
+            return tiled, f"tiles of {sizes} rows, {counted(threads, 'thread')}{instead}"
     torch.set_num_threads(wanted)
     raise UsageError(
         f"engine.deterministic: {differing} of {BASE_ROWS} equal rows of a tile got different logits on this machine"

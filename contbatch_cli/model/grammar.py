@@ -182,6 +182,10 @@ class LazyGrammarMasks:
     def apply(self, logits: Tensor, rows: Sequence[ScheduledSequence]) -> dict[int, str]:
         return self._masks.apply(logits, rows) if self._masks is not None else {}
 
+    def forget(self, request_ids: Sequence[RequestId]) -> None:
+        if self._masks is not None:
+            self._masks.forget(request_ids)
+
     def stop_rule(self, request: Request) -> Finish | None:
         return self._made().stop_rule(request) if request.sampling.response_format is not None else None
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from contbatch_cli.errors import UsageError
+from contbatch_cli.units import counted
 
 
 class LayerShape(NamedTuple):
@@ -82,7 +83,7 @@ def bytes_per_block(layers: Sequence[LayerShape], block_size: int, dtype: torch.
 
 
 def _too_large(num_blocks: int, block_bytes: int, device: torch.device) -> UsageError:
-    size = f"{num_blocks:,} blocks of {block_bytes:,} bytes"
+    size = f"{counted(num_blocks, 'block')} of {block_bytes:,} bytes"
     return UsageError(f"the KV cache, {size}, does not fit the memory of {device}: give cache.num_blocks or cache.memory less")
 
 

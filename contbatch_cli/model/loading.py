@@ -21,6 +21,7 @@ from contbatch_cli.model.attention import ATTENTION_NAME, AttentionBackend, back
 from contbatch_cli.model.kv_cache import LayerShape
 from contbatch_cli.model.lora import Adapters, read_checkpoint
 from contbatch_cli.model.probe import check_class, check_model, layers_of
+from contbatch_cli.units import counted
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FIXED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
@@ -78,7 +79,7 @@ def load_model(directory: Path, settings: ModelConfig, adapters: Mapping[str, Pa
     refuse_quantisation(config, device)
     checkpoints = {name: read_checkpoint(name, path) for name, path in (adapters or {}).items()}
     is_checked = check_class(config, settings.trust_remote_code)
-    model = _read_weights(directory, config, device, _DTYPES[dtype_choice], settings.trust_remote_code)
+    model = _read_weights(directory, config, device, _DTYPES[dtype_choice], settings)
     if not is_checked:
         check_model(model)
     calls = layers_of(model, device)
@@ -183,21 +184,32 @@ def _refused(name: str, reason: str, advice: str) -> UsageError:
     return UsageError(f"model: {name} cannot be run: {reason}; {advice}")
 
 
-def _read_weights(directory: Path, config: PretrainedConfig, device: torch.device, dtype: torch.dtype, trusted: bool) -> Any:
-    """The model, in eval mode. bfloat16 weights become float32 exactly."""
+def _read_weights(
+    directory: Path, config: PretrainedConfig, device: torch.device, dtype: torch.dtype, settings: ModelConfig
+) -> Any:
+    """The model, in eval mode, or this rank's part of it. bfloat16 weights become float32 exactly."""
     try:
         model = AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
-            trust_remote_code=trusted,
+            trust_remote_code=settings.trust_remote_code,
             local_files_only=True,
-            **({} if device.type == "cpu" else {"device_map": {"": device}}),
+            **_placement(device, settings.tensor_parallel),
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UsageError(f"model: the weights in {directory} cannot be loaded: {error}") from error
     return model.eval().requires_grad_(False)
+
+
+def _placement(device: torch.device, num_devices: int) -> dict[str, Any]:
+    """Where transformers puts the weights: on a device, or split over those of the process group that we are in."""
+    if num_devices > 1:
+        from transformers.distributed import DistributedConfig
+
+        return {"distributed_config": DistributedConfig(tp_size=num_devices)}
+    return {} if device.type == "cpu" else {"device_map": {"": device}}
 
 
 def resolve_device(wanted: str) -> Choice:
@@ -212,7 +224,8 @@ def resolve_device(wanted: str) -> Choice:
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"model.device: {wanted!r} is not one of auto, cpu, cuda, cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"model.device: {wanted!r} is not here; torch sees {torch.cuda.device_count()} CUDA devices")
+        there = counted(torch.cuda.device_count(), "CUDA device")
+        raise UsageError(f"model.device: {wanted!r} is not here; torch sees {there}")
     return Choice(wanted, "as configured")
 
 

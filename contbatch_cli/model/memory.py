@@ -7,6 +7,7 @@ The arithmetic (`cache_bytes`) is apart from the asking.
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import sys
 from collections.abc import Callable
@@ -126,6 +127,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_unused(device: torch.device) -> None:
-    """Give torch's cached blocks back to the driver, so that a smaller step is not refused over fragments."""
+    """Give what was freed back, so that it is there for others and no smaller step is refused over fragments.
+
+    On CUDA torch keeps it; on a CPU the C library does, of which GNU's can be told to let go.
+    """
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    elif (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        malloc_trim(0)

@@ -22,6 +22,7 @@ from contbatch_cli.model import cpu_kernels
 from contbatch_cli.model.attention import AttentionVariant, CachedStep, Step, attending, cpu_native, current_step
 from contbatch_cli.model.attention.reference import attend_one
 from contbatch_cli.model.kv_cache import KVCache, LayerShape
+from contbatch_cli.model.memory import release_unused
 from contbatch_cli.model.packed_linear import concatenated
 
 logger = logging.getLogger(__name__)
@@ -146,7 +147,11 @@ def swap_layers(model: nn.Module, is_int8: bool = False) -> int:
     layers = getattr(getattr(model, "model", None), "layers", None)
     if library is None or not isinstance(layers, nn.ModuleList):
         return 0
-    return sum(_swap(library, model, layers, index, is_int8) for index in range(len(layers)))
+    num_swapped = 0
+    for index in range(len(layers)):
+        num_swapped += _swap(library, model, layers, index, is_int8)
+        release_unused(torch.device("cpu"))
+    return num_swapped
 
 
 @torch.inference_mode()

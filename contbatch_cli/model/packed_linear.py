@@ -52,6 +52,24 @@ class NativeLinear(nn.Module):
             raise MemoryError(f"a product of {rows} rows: no working memory")
         return out
 
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Rows of the unpacked float32 weight: [..., K] for indices [...]."""
+        assert self.packed.scales is None
+        rows: torch.Tensor = self.packed.panels[indices // self._library.panel, :, indices % self._library.panel]
+        return rows
+
+
+class PackedEmbedding(nn.Module):
+    """Ids [...] to [..., K] from the packed weight of the LM head that the embedding is tied to, so that there is one copy."""
+
+    def __init__(self, head: NativeLinear) -> None:
+        super().__init__()
+        self.num_embeddings = head.out_features
+        self._head = head
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._head.rows(ids)
+
 
 class OneDnnLinear(nn.Module):
     """x [..., K] to [..., N] with oneDNN's packed weight."""

@@ -16,6 +16,7 @@ import torch
 from contbatch_cli.core.batch import BatchResult, Logits, ScheduledBatch, ScheduledSequence, SequenceResult
 from contbatch_cli.core.drafts import accepted, sampled_runs
 from contbatch_cli.core.gather import FlatBatch, flatten, flatten_windows
+from contbatch_cli.core.request import RequestId
 from contbatch_cli.errors import RowError
 from contbatch_cli.model.attention import AttentionBackend, CachedStep, attending
 from contbatch_cli.model.kv_cache import KVCache
@@ -29,6 +30,10 @@ class LogitsSampler(Protocol):
 
     def sample(self, logits: torch.Tensor, sequences: Sequence[ScheduledSequence]) -> Sequence[SequenceResult]:
         """One result for each row of the float32 logits [S, V], which may be changed; `sequences[i]` is row i's run."""
+        ...
+
+    def forget(self, request_ids: Sequence[RequestId]) -> None:
+        """These requests are done: what is cached for them may go."""
         ...
 
 
@@ -59,6 +64,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> BatchResult:
         """Run the plan. Results stand in the plan's order; a run that does not sample has an empty one."""
+        self.sampler.forget(batch.released)
         flat = flatten(batch, self.cache.block_size)
         logits = self._forward(batch, flat)
         results = [SequenceResult()] * flat.num_sequences

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from contbatch_cli.core.batch import ScheduledSequence, SequenceResult
 from contbatch_cli.core.noise import MASK32, ROUND_MULTIPLIERS, ROUND_SHIFTS, stream_key, token_word
-from contbatch_cli.core.request import TokenLogprob
+from contbatch_cli.core.request import RequestId, TokenLogprob
 from contbatch_cli.errors import RowError
 from contbatch_cli.model.logits_processors import (
     EDITS,
@@ -54,6 +54,10 @@ class TokenMasks(Protocol):
 
     def apply(self, logits: Tensor, rows: Sequence[ScheduledSequence]) -> dict[int, str]:
         """Sets what a row's grammar forbids to -inf in `logits` [R, V]; rows without a grammar stay. Returns errors by row."""
+        ...
+
+    def forget(self, request_ids: Sequence[RequestId]) -> None:
+        """Drops what is cached for requests that are done."""
         ...
 
 
@@ -94,6 +98,11 @@ class Sampler:
             SequenceResult(error=errors[i]) if i in errors else SequenceResult((token,), logprobs.get(i, ()))
             for i, token in enumerate(token_ids)
         ]
+
+    def forget(self, request_ids: Sequence[RequestId]) -> None:
+        """Drops what the masks have cached for requests that are done."""
+        if self.masks is not None:
+            self.masks.forget(request_ids)
 
     def _special_rows(self, sequences: Sequence[ScheduledSequence], errors: dict[int, str]) -> list[list[int]]:
         """The rows that need more than an argmax, in pieces to work through together; refused ones are added to `errors`."""

@@ -18,7 +18,7 @@ from contbatch_cli.core.batch import ScheduledSequence, SequenceResult
 from contbatch_cli.core.divergence import Divergence
 from contbatch_cli.core.kv_cache_manager import KVCacheManager
 from contbatch_cli.core.noise import gumbel
-from contbatch_cli.core.request import Request
+from contbatch_cli.core.request import Request, RequestId
 from contbatch_cli.core.scheduler import StallFreeScheduler
 from contbatch_cli.model.attention import AttentionBackend, backend_named
 from contbatch_cli.model.kv_cache import KVCache
@@ -39,6 +39,9 @@ class RecordingSampler:
     def sample(self, logits: torch.Tensor, sequences: Sequence[ScheduledSequence]) -> list[SequenceResult]:
         self.logits = logits[0].clone()
         return self._sampler.sample(logits, sequences)
+
+    def forget(self, request_ids: Sequence[RequestId]) -> None:
+        self._sampler.forget(request_ids)
 
 
 class LoneRunner:

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from contbatch_cli.cli.calibrate import StepLimits, calibration_batches, fit, loop_costs, measure, report_lines, store
+from contbatch_cli.cli.rehearsal import calibration_path, cost_model
+from contbatch_cli.config_files import load_config
 from contbatch_cli.core.batch import BatchResult, ScheduledBatch, SequenceResult
 from contbatch_cli.cost_model import CostModel, shape_of
-from contbatch_cli.data.model_files import read_json
+from contbatch_cli.data.model_files import ModelInfo, read_json
 from contbatch_cli.errors import EngineError
+from tests.cli.scripted import write_model
 
 TRUTH = CostModel("t", False, ((1, 0.02), (32, 0.03), (512, 0.3)), ((1, 0.004), (64, 0.02)), 2e-5, 3e-8, 1e-9)
 
@@ -61,6 +67,33 @@ def test_the_time_limit_holds_and_too_little_is_an_error() -> None:
     assert runner.now < 15.5
     with pytest.raises(EngineError, match="too slow"):
         measure(batches, runner, lambda: runner.now, limit_s=0.5)
+
+
+def test_a_calibration_holds_for_its_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONTBATCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    info = ModelInfo.from_directory(write_model(tmp_path / "model"))
+    config, two = load_config(None, []).config, load_config(None, ["cluster.replicas=2"]).config
+    store(calibration_path(config, info, "cpu"), TRUTH)
+    assert cost_model(config, info, "cpu") == TRUTH
+    assert cost_model(two, info, "cpu").is_estimate, "each of two replicas has one of the two threads"
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    estimate = cost_model(config, info, "cpu")
+    assert estimate.is_estimate and "figures of 1 CPU core" in estimate.source
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert cost_model(two, info, "cpu") == TRUTH
+
+
+def test_threads_are_torchs() -> None:
+    """The same number, found without importing it."""
+    program = "import torch; from contbatch_cli.machine import num_threads; print(torch.get_num_threads(), num_threads())"
+    for threads in ("1", "2", "no number"):
+        environment = {**os.environ, "OMP_NUM_THREADS": threads}
+        environment.pop("MKL_NUM_THREADS", None)
+        told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+        torchs, ours = told.stdout.split()
+        assert torchs == ours and (not threads.isdecimal() or ours == threads)
 
 
 def test_the_loop_costs_little() -> None:

@@ -51,14 +51,14 @@ def test_prompt_lengths_and_savings(model, tmp_path):
     assert counts == {"4 to 7": 4, "8 to 15": 0, "16 to 31": 0, "32 to 63": 10}
     assert line(text, "outputs") == "outputs   at most 103 tokens in 11 requests"
     assert line(text, "saved") == (
-        f"saved     {9 * 32} of 365 prompt tokens stand in shared prefixes; 3 duplicates need no run (at most 24 tokens)"
+        f"saved     {9 * 32} of 365 prompt tokens in shared prefixes; 3 duplicates not to be run (at most 24 tokens)"
     )
 
 
 def test_rows_that_do_not_fit(model, tmp_path):
     rows = [{"prompt": "x" * 100, "max_tokens": 100}, {"prompt": "x", "max_tokens": 512}, {"prompt": "y", "max_tokens": 4}]
     text = report(model, write_rows(tmp_path / "rows.jsonl", rows), "--set", "cache.num_blocks=8", status=1)
-    assert line(text, "too big") == "too big   2 rows do not fit the context or the cache"
+    assert line(text, "too big") == "too big   2 rows beyond the context or the cache"
     assert "  exceeds_kv_cache: 1\n" in text and "  prompt_too_long: 1\n" in text
     assert "1 for the largest; the run has 8 (" in line(text, "cache")
 
@@ -79,6 +79,34 @@ def test_windows_do_not_hide_rows(model, tmp_path):
     whole, windowed = report(model, source), report(model, source, "--set", "scheduler.window=100")
     for label in ("rows", "prompts", "outputs"):
         assert line(whole, label) == line(windowed, label)
+
+
+@pytest.mark.parametrize("kinds", ["one", "all"])
+def test_a_model_with_windows_shows_the_bytes_of_each_pool(tmp_path, kinds):
+    """A block of one layer is 16 tokens of 2 heads of 8 in float32, keys and values: 2 KiB. A window of 40 touches 5 blocks."""
+    model = write_model(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    types = ["sliding_attention", "full_attention" if kinds == "one" else "sliding_attention"]
+    config |= {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 40, "layer_types": types}
+    (model / "config.json").write_text(json.dumps(config))
+    rows = [{"prompt": "x" * 200 + str(index), "max_tokens": 20} for index in range(8)]
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    settings = ("scheduler.token_budget=16", "scheduler.max_batch_size=2")
+    text = report(model, source, *(word for setting in settings for word in ("--set", setting)))
+    if kinds == "one":
+        assert line(text, "cache").startswith(
+            "cache     28 blocks of 16 (56.00 KiB) for a batch of the largest rows, 14 for the"
+        )
+        assert line(text, "windows") == (
+            "windows   10 blocks of 16 (20.00 KiB) more for 1 of 2 layers with a window of 40; the run has 10 (20.00 KiB)"
+        )
+    else:
+        assert line(text, "cache").startswith(
+            "cache     10 blocks of 16 (40.00 KiB) for a batch of the largest rows, 5 for the"
+        )
+        assert "windows " not in text
+    done = call("generate", source, "-m", model, *(word for setting in settings for word in ("--set", setting)))
+    assert ("10 for 1 of 2 layers" in done.errors) is (kinds == "one"), done.errors
 
 
 def test_an_empty_job(model, tmp_path):

@@ -2,12 +2,15 @@
 
 import gzip
 import json
+import re
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from contbatch_cli.errors import UsageError
 from contbatch_cli.trace import read_trace
+from tests.cli import scripted
 from tests.cli.scripted import call, generate, read_records, write_model, write_rows
 
 
@@ -194,6 +197,17 @@ def test_several_samples_of_one_row(run, tmp_path):
     assert "2 good, 0 bad" in done.errors
 
 
+def test_progress_counts_rows_not_samples_and_bad_rows_too(run, model, tmp_path):
+    rows = [{"prompt": f"row {index}", "n": 3, "temperature": 1.0, "max_tokens": 5} for index in range(4)]
+    done = run(file_of(tmp_path, *rows, {"prompt": ""}))
+    assert "\n5/5 done (1 bad), " in done.errors
+    rehearsed = call("inspect-schedule", "-m", model, "rows.jsonl")
+    assert b"rows      4 done, at most 12 requests at once" in rehearsed.output
+    shared = call("inspect-schedule", "-m", model, "rows.jsonl", "--replicas", 2)
+    counts = [int(count) for count in re.findall(rb"replica \d: (\d+) rows?,", shared.output)]
+    assert len(counts) == 2 and sum(counts) == 4
+
+
 def test_duplicates_fan_out_and_the_summary_says_what_that_saved(run, tmp_path):
     source = file_of(tmp_path, *[{"id": index, "prompt": "the same", "max_tokens": 20} for index in range(10)], "another")
     done = run(source)
@@ -208,7 +222,7 @@ def test_runaway_rows_are_counted_and_stopped_where_asked(run, tmp_path):
     source = file_of(tmp_path, {"prompt": "a", "max_tokens": 100}, {"prompt": "b", "max_tokens": 63})
     done = run(source, LOOPS=1)
     assert [record["finish_reason"] for record in done.records] == ["length", "length"]
-    assert "1 rows ran on repeating themselves" in done.errors
+    assert "1 row ran on, repeating the same tokens" in done.errors
     stopped = run(source, "--set", "sampling.stop_on_repetition=true", LOOPS=1)
     assert stopped.records[0]["finish_reason"] == "stop" and stopped.records[0]["stop_reason"] == "repetition"
     assert stopped.records[0]["usage"]["completion_tokens"] == 64
@@ -300,6 +314,49 @@ def test_overwrite_takes_nothing_away_before_the_run_can_begin(run, tmp_path, op
     assert output.read_text() == "precious\n"
 
 
+@pytest.mark.parametrize("quiet", [[], ["-q"]])
+@pytest.mark.parametrize("count", [4, 400])
+def test_a_trace_that_the_disk_does_not_take_costs_no_record(run, tmp_path, count, quiet):
+    source = file_of(tmp_path, *prompts(count, max_tokens=20), {"prompt": ""})
+    done = run(source, "-o", "out.jsonl", "--trace", "/dev/full", *quiet)
+    assert done.status == 1, done.errors
+    complaint = "contbatch: --trace /dev/full: No space left on device; the trace is incomplete"
+    assert done.errors.count(complaint) == 1
+    assert len(read_records(tmp_path / "out.jsonl")) == count + 1
+    assert run(file_of(tmp_path, "a"), "--trace", "/dev/full").status == 0
+
+
+def test_overwrite_keeps_the_old_output_until_the_model_is_loaded(run, tmp_path, monkeypatch):
+    source, output = file_of(tmp_path, *prompts(3), {"prompt": ""}), tmp_path / "out.jsonl"
+    old = {"out.jsonl": "precious\n", "out.jsonl.meta.json": "{}", "out.jsonl.pending": "waits\n", "run.trace": "old\n"}
+    for name, content in old.items():
+        (tmp_path / name).write_text(content)
+    with monkeypatch.context() as patched:
+        patched.setattr(scripted, "build_scripted_executor", no_such_device)
+        done = run(source, "-o", output, "--overwrite", "--trace", "run.trace")
+    assert (done.status, done.errors) == (2, "contbatch: model.device: no such device\n")
+    assert {name: (tmp_path / name).read_text() for name in old} == old
+    assert run(source, "-o", output, "--overwrite", "--order", "input", "--trace", "run.trace").status == 1
+    assert [record["index"] for record in read_records(output)] == [0, 1, 2, 3]
+    assert json.loads((tmp_path / "out.jsonl.meta.json").read_text())["version"] == 1
+    assert list(read_trace(tmp_path / "run.trace")[1])
+    assert not (tmp_path / "out.jsonl.pending").exists()
+
+
+def no_such_device(job):
+    raise UsageError("model.device: no such device")
+
+
+def test_overwrite_keeps_the_old_output_when_its_meta_file_cannot_be_written(run, tmp_path):
+    source, output = file_of(tmp_path, *prompts(3)), tmp_path / "out.jsonl"
+    output.write_text("precious\n")
+    (tmp_path / "out.jsonl.meta.json").write_text("{}")
+    (tmp_path / "out.jsonl.meta.json.tmp").mkdir()
+    done = run(source, "-o", output, "--overwrite")
+    assert done.status == 3 and "out.jsonl.meta.json: Is a directory" in done.errors
+    assert output.read_text() == "precious\n" and (tmp_path / "out.jsonl.meta.json").read_text() == "{}"
+
+
 def test_input_and_output_are_not_the_same_file(run, tmp_path):
     source = file_of(tmp_path, *prompts(3))
     before = source.read_bytes()
@@ -326,6 +383,20 @@ def test_on_error_fail_on_a_pipe_stops_at_the_first_bad_row(model, tmp_path):
     done = generate("-m", model, "--on-error", "fail", "--set", "scheduler.window=64", stdin=rows, script={"STEP_S": 0.001})
     assert done.returncode in (2, 3)
     assert b"line 5001: the prompt is empty" in done.stderr
+
+
+def test_the_trace_of_a_pipe_says_that_it_cannot_be_rehearsed(run, model, tmp_path):
+    source = file_of(tmp_path, *prompts(3, max_tokens=3))
+    assert run(source, "--trace", "file.trace").status == 0
+    done = generate("-m", model, "--trace", tmp_path / "pipe.trace", stdin=source.read_bytes())
+    assert done.returncode == 0, done.stderr
+    assert "rehearsable" not in read_trace(tmp_path / "file.trace")[0]
+    assert read_trace(tmp_path / "pipe.trace")[0]["rehearsable"] is False
+    for name, is_told in (("file.trace", False), ("pipe.trace", True)):
+        shown = call("inspect-schedule", "--trace", name)
+        assert shown.status == 0 and (b"the rows came through a pipe" in shown.output) is is_told
+    again = call("inspect-schedule", "--trace", "pipe.trace", "--json")
+    assert again.output == (tmp_path / "pipe.trace").read_bytes()
 
 
 def test_the_trace_has_every_iteration(run, tmp_path):

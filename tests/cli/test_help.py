@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,18 @@ def test_config_shows_values_with_their_origins(tmp_path: Path) -> None:
         "temperature: 1e-05": f"{file}:2",
         'stop: ["[b]", "two"]': "--stop",
     }
+
+
+def test_config_has_every_option_that_sets_a_key() -> None:
+    """What a job would run with, by its own options."""
+    from contbatch_cli.cli.config import config
+    from contbatch_cli.cli.generate import generate
+    from contbatch_cli.cli.inspect_schedule import inspect_schedule
+    from contbatch_cli.cli.options import effective_config
+
+    keys = set(signature(effective_config).parameters)
+    for command in (config, generate, inspect_schedule):
+        assert keys <= set(signature(command).parameters), command
 
 
 def test_config_schema_is_json() -> None:

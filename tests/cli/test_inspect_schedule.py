@@ -68,7 +68,7 @@ def run(configured: Callable[..., Effective], inputs: Inputs) -> tuple[str, list
     """A run with the stand-in: its trace and its finished requests."""
     effective = configured()
     model = open_model(effective.config.model)
-    job = prepare_job(effective, inputs, model, rehearsal_memory(effective.config, model.info), lambda fault: None)
+    job = prepare_job(effective, inputs, model, rehearsal_memory(effective.config, model), lambda fault: None)
     lines, done = [header_line(resolved_config(job), {}, job.rows.num_rows)], []
     rule = stop_rule(StopStringRule(model.tokenizer), Executor(HashRunner(), "made up"))
     for report in build_engine(job, HashRunner(), rule, SimulatedClock()).run():

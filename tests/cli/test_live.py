@@ -23,7 +23,7 @@ from contbatch_cli.cli.live import (
     make_view,
 )
 from contbatch_cli.cli.summary import RunSummary, summary_lines
-from contbatch_cli.metrics import Metrics
+from contbatch_cli.metrics import Metrics, RowCounts
 from tests.fake_runs import FakeJob, reports
 
 
@@ -89,6 +89,7 @@ def play(
     """A whole run on the terminal, standard output being the same one; returns its records."""
     clock = FakeClock()
     metrics = Metrics(total_requests=len(job.prompts))
+    metrics.rows = RowCounts(0, 0, len(job.prompts))
     view = LiveView(metrics, (names or {}).get, term.slave, term.slave, clock)
     view.start(RunHeader(("a header line",), len(job.prompts)))
     records = []
@@ -98,6 +99,7 @@ def play(
         for request in report.finished:
             records.append((json.dumps({"index": request.request_id.row, "text": "w [x] " * 30}) + "\n").encode())
             view.record(records[-1])
+        metrics.rows = metrics.rows._replace(done=len(records))
         view.iteration(report)
         if on_step:
             on_step(report.iteration)
@@ -153,6 +155,7 @@ def test_a_table_bigger_than_the_screen_is_cropped(columns: int, rows: int) -> N
         for report in reports(FakeJob.drawn(4, 30)):
             clock.now += 1
             metrics.observe(report)
+            metrics.rows = RowCounts(metrics.num_finished, 0, 30)
             view.iteration(report)
         view.close()
         term.close()
@@ -210,6 +213,7 @@ def test_without_a_terminal_there_are_plain_lines_now_and_then() -> None:
         for report in reports(FakeJob.drawn(6, 60, step_s=0.2)):
             clock.now += report.elapsed_s
             metrics.observe(report)
+            metrics.rows = RowCounts(metrics.num_finished, 0, 60)
             view.iteration(report)
         view.finish(RunSummary(metrics.snapshot(), 60, 0))
 

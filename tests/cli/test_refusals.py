@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,15 @@ def test_a_resume_that_is_refused_says_what_to_do(job: Path) -> None:
     assert "--overwrite starts anew" in refused(*run, "--resume")
 
 
+def test_a_revision_of_what_has_none(job: Path) -> None:
+    Path("some.gguf").write_bytes(b"GGUF")
+    for name, kind in (("model", "a directory"), ("smollm2-135m-instruct", "a built-in name"), ("some.gguf", "a file")):
+        for command in ("generate", "inspect-schedule"):
+            line = refused(command, "rows.jsonl", "-m", name, "--set", "model.revision=v1")
+            assert f"model {name!r}: is {kind} and has no revision 'v1'" in line
+    assert "has no revision" in refused("models", "pull", "model", "--revision", "main")
+
+
 def test_a_device_that_is_not_there(job: Path) -> None:
     import torch
 
@@ -94,11 +104,39 @@ def test_a_device_that_is_not_there(job: Path) -> None:
     assert f"model.device: '{device}' is not here" in line
 
 
+def test_weights_of_adapters_are_not_free_for_the_cache(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,000 numbers of float32 in one, 500 in the other; files beside an adapter's own do not count."""
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda: 100_000)
+    monkeypatch.setattr(machine, "has_cuda", lambda: False)
+    write_tensors(Path("a"), "adapter_model.safetensors", {"x": 600, "y": 400})
+    write_tensors(Path("b"), "adapter_model.safetensors", {"x": 500})
+    write_tensors(Path("b"), "optimizer.safetensors", {"z": 9000})
+    write_tensors(Path("model"), "model.safetensors", {"w": 2000})
+    free = []
+    for adapters in ({}, {"a": "a"}, {"a": "a", "b": "b"}):
+        config = load_config(
+            None, ["model.name=model", *(f"model.adapters.{name}={at}" for name, at in adapters.items())]
+        ).config
+        free.append(build.device_memory(config.model, build.open_model(config.model)).free_bytes)
+    assert free == [92_000, 88_000, 86_000]
+
+
+def write_tensors(directory: Path, name: str, sizes: dict[str, int]) -> None:
+    directory.mkdir(exist_ok=True)
+    offsets = [sum(list(sizes.values())[:i]) * 4 for i in range(len(sizes) + 1)]
+    header = {
+        tensor: {"dtype": "F32", "shape": [size], "data_offsets": offsets[i : i + 2]}
+        for i, (tensor, size) in enumerate(sizes.items())
+    }
+    text = json.dumps(header).encode()
+    (directory / name).write_bytes(len(text).to_bytes(8, "little") + text + bytes(offsets[-1]))
+
+
 def test_a_driver_without_a_device_for_torch_means_the_cpu(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setattr(machine, "has_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = load_config(None, ["model.name=model"]).config
-    memory = build.device_memory(config.model, build.open_model(config.model).info)
+    memory = build.device_memory(config.model, build.open_model(config.model))
     assert memory.kind == "cpu" and memory.free_bytes > 0

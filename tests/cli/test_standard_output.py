@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,31 @@ def test_a_full_disk_is_one_line_and_status_3(tmp_path: Path) -> None:
         with open("/dev/full", "wb") as full:
             done = subprocess.run(command(*arguments), stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (3, "contbatch: standard output: No space left on device\n"), arguments
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no shell to close it")
+def test_a_closed_one_is_one_line_and_status_3(tmp_path: Path) -> None:
+    rehearsal = _rehearsal(tmp_path)
+    rehearsals = (rehearsal, (*rehearsal, "--json"), (*rehearsal, "--compare", "stall_free,static"))
+    for arguments in (*COMMANDS, *rehearsals, ("generate", "--dry-run", *rehearsal[1:4])):
+        done = _closed(arguments)
+        assert (done.returncode, done.stderr) == (3, "contbatch: standard output is closed\n"), arguments
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no shell to close it")
+def test_records_need_an_open_one_and_a_file_does_not(tmp_path: Path) -> None:
+    run = ("generate", *_rehearsal(tmp_path)[1:4])
+    done = _closed(run)
+    assert (done.returncode, done.stderr) == (2, "contbatch: standard output is closed: use -o FILE\n")
+    done = _closed((*run, "-o", str(tmp_path / "out.jsonl")))
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 1
+
+
+def _closed(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """A run of the program with descriptor 1 closed."""
+    shell = ["sh", "-c", 'exec "$@" >&-', "sh"]
+    return subprocess.run([*shell, *command(*arguments)], stderr=subprocess.PIPE, text=True, timeout=60)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes of Windows tell it otherwise")

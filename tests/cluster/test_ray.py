@@ -138,7 +138,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory, model: Path) -> list[str]:
 
 
 def test_the_text_does_not_depend_on_the_number_of_replicas(runs: Runs, texts: list[str]) -> None:
-    for replicas, described in (("1", "1 replica, 2 threads each"), ("3", "3 replicas, 1 threads each")):
+    for replicas, described in (("1", "1 replica, 2 threads each"), ("3", "3 replicas, 1 thread each")):
         output, messages = runs.run("--replicas", replicas)
         found = records_of(output)
         assert [record["index"] for record in found] == list(range(ROWS))
@@ -166,7 +166,7 @@ def test_a_replica_killed_in_mid_run_loses_no_row(runs: Runs, texts: list[str]) 
     _, messages = started.communicate(timeout=180)
     assert started.returncode == 0, messages
     assert [record["text"] for record in runs.records()] == texts
-    assert "was lost" in messages and "of its rows run again" in messages
+    assert "was lost" in messages and "to run again" in messages
 
 
 def test_a_removed_node_loses_no_row(runs: Runs, texts: list[str], cluster: Any) -> None:
@@ -230,7 +230,7 @@ def test_without_any_replica_the_run_fails_in_one_line(runs: Runs) -> None:
 
 def test_more_gpus_than_there_are_are_refused(runs: Runs) -> None:
     output, messages = runs.run("--replicas", "5", "--set", "model.device=cuda", status=2)
-    assert (output, messages) == ("", "contbatch: cluster.replicas 5: each needs a GPU, and 3 machines have 0\n")
+    assert (output, messages) == ("", "contbatch: cluster.replicas 5: each needs a GPU: 0 on 3 machines\n")
 
 
 def test_ctrl_c_for_the_whole_process_group_ends_a_ray_of_our_own(tmp_path: Path, model: Path) -> None:
@@ -244,3 +244,16 @@ def test_ctrl_c_for_the_whole_process_group_ends_a_ray_of_our_own(tmp_path: Path
     assert messages.splitlines()[-1].startswith("contbatch: interrupted; rows without a record")
     assert "Traceback" not in messages
     wait_until(lambda: not any(map(is_alive, before)))
+
+
+@pytest.mark.parametrize("slow", ["SCRIPTED_LOAD_S", "SCRIPTED_STEP_S"])
+def test_max_time_holds_while_no_replica_reports(runs: Runs, slow: str) -> None:
+    """None has loaded yet, or the only one is stuck in a step."""
+    began_s = time.monotonic()
+    limit = "1s" if slow == "SCRIPTED_LOAD_S" else "12s"
+    output, messages = runs.run("--replicas", "1", "--max-time", limit, status=1, **{slow: "100"})
+    assert time.monotonic() - began_s < 60
+    found = records_of(output)
+    assert [record["index"] for record in found] == list(range(ROWS))
+    assert {record["error"]["code"] for record in found} == {"cancelled"}
+    assert f"0 good, 0 bad, {ROWS} cancelled" in messages

@@ -107,7 +107,7 @@ def test_without_a_replica_the_run_fails_and_says_why() -> None:
     engine = ClusterEngine(Doomed(), Dispatcher("input", 16, 3), queue, 3, said.append, lambda: 0.0)
     with pytest.raises(EngineError, match="no replica is left: Gone: its machine burned"):
         list(engine.run())
-    assert said == ["replica 0 was lost: Gone: its machine burned; 4 of its rows run again"]
+    assert said == ["replica 0 was lost: Gone: its machine burned; 4 rows to run again"]
 
 
 def test_live_lines_name_each_replica() -> None:

@@ -174,12 +174,12 @@ def test_a_model_without_a_template_is_a_row_error(tmp_path):
     [
         (
             "a\n{% for m in messages %}\n{{ raise_exception('roles must alternate') }}{% endfor %}",
-            r"line 3, 1 messages: roles must",
+            r"line 3, 1 message: roles must",
         ),
-        ("{{ messages[0].content + 1 }}", r"line 1, 1 messages: TypeError: can only concatenate"),
-        ("x\n{{ 1 // 0 }}", "line 2, 1 messages: ZeroDivisionError"),
-        ("{{ messages[0].name.upper() }}", "line 1, 1 messages: 'dict object' has no attribute 'name'"),
-        ("{% if %}", "line 1, 1 messages: Expected an expression"),
+        ("{{ messages[0].content + 1 }}", r"line 1, 1 message: TypeError: can only concatenate"),
+        ("x\n{{ 1 // 0 }}", "line 2, 1 message: ZeroDivisionError"),
+        ("{{ messages[0].name.upper() }}", "line 1, 1 message: 'dict object' has no attribute 'name'"),
+        ("{% if %}", "line 1, 1 message: Expected an expression"),
         ("{{ ().__class__.__bases__[0].__subclasses__() }}", "access to attribute '__class__'"),
         ("{{ messages.append(1) }}", "access to attribute 'append'"),
         ("{% set ns = namespace(_x=1) %}", "a namespace cannot hold '_x'"),

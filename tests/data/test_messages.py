@@ -44,7 +44,7 @@ def test_long_values_are_cut() -> None:
 
 def test_a_prompt_of_null(tmp_path: Path) -> None:
     (message,) = faults(tmp_path, '{"prompt": null}\n')
-    assert message == 'line 1: "prompt" is null, and the row has no other prompt'
+    assert message == 'row 0: "prompt" is null, and the row has no other prompt'
 
 
 @pytest.mark.parametrize("content", ['[\n{"prompt": "a"}\n]\n', '{\n"prompt": "a"\n}\n'])

@@ -82,7 +82,7 @@ def test_a_prompt_that_leaves_no_room():
     assert sampling_of(row_of("x" * 98)).max_tokens == 1
     fault = prepare(row_of("x" * 99))
     assert fault.code == "prompt_too_long"
-    assert fault.message == "row 0: 100 prompt + at least 1 new tokens, the model's context holds 100"
+    assert fault.message == "row 0: 100 prompt + at least 1 new token, the model's context holds 100"
     assert sampling_of(row_of("x" * 99, max_tokens=0)).max_tokens == 0
 
 

@@ -84,8 +84,8 @@ def test_several_files_share_one_index_and_one_namespace_of_ids(tmp_path):
     assert [row.file for row in rows] == [str(first), str(first), str(second), str(third)]
     assert [row.line for row in rows] == [1, 2, 2, 1]
     assert rows[1].code == "duplicate_id"
-    assert rows[1].message == 'line 2: the id "x" was used before, in line 1'
-    assert rows[3].message == f'line 1: the id "x" was used before, in line 1 of {first}'
+    assert rows[1].message == 'row 1: the id "x" was used before, in line 1'
+    assert rows[3].message == f'row 3: the id "x" was used before, in line 1 of {first}'
 
 
 def test_standard_input(monkeypatch):
@@ -155,7 +155,8 @@ def test_faults_have_a_code_a_line_and_a_message(tmp_path, content, code, messag
     assert isinstance(fault, RowFault)
     assert (fault.code, fault.line) == (code, 1)
     assert message in fault.message
-    assert fault.message.startswith("line 1")
+    is_unreadable = code in ("invalid_json", "invalid_encoding")
+    assert fault.message.startswith("line 1" if is_unreadable else "row 0: ") and fault.line == 1
     assert len(fault.row_hash) == 16
 
 

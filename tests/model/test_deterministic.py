@@ -70,6 +70,9 @@ class Recorder:
             results.append(SequenceResult((int(row.argmax()),)))
         return results
 
+    def forget(self, request_ids):
+        """Nothing is kept by request."""
+
 
 class Setting(NamedTuple):
     budget: int

@@ -16,7 +16,7 @@ from contbatch_cli.core.request import Finish, FinishReason, Request, RequestId,
 from contbatch_cli.core.stop import first_of, standard_stop_rule
 from contbatch_cli.data.response_format import check_response_format, grammar_text
 from contbatch_cli.errors import RowError
-from contbatch_cli.model.grammar import GrammarMasks
+from contbatch_cli.model.grammar import GrammarMasks, LazyGrammarMasks
 from contbatch_cli.model.sampler import Sampler
 
 EOS, IM_END = 0, 1
@@ -252,6 +252,21 @@ def test_without_the_stop_rule_the_mask_forces_an_eos_id():
 def test_a_row_cut_by_max_tokens_has_the_text_so_far():
     (request,) = Run([schema_format(SCHEMAS[1])], make_masks(), max_tokens=3).all()
     assert request.finish == Finish(FinishReason.LENGTH) and text_of(request).startswith("{")
+
+
+def test_matchers_of_rows_that_are_done_are_dropped():
+    """Rows that are cut leave theirs until the sampler is told; Lazy masks pass it on, made or not."""
+    run = Run([schema_format(SCHEMAS[1])] * 5, make_masks(), max_tokens=3)
+    run.all()
+    assert len(run.masks._followers) == 5
+    run.sampler.forget([RequestId(0), RequestId(3), RequestId(99)])
+    assert sorted(run.masks._followers) == [RequestId(1), RequestId(2), RequestId(4)]
+    lazy = LazyGrammarMasks(lambda: run.masks)
+    lazy.forget([RequestId(1)])
+    assert len(run.masks._followers) == 3, "nothing was made of it yet"
+    lazy.stop_rule(run.requests[2])
+    lazy.forget([RequestId(1), RequestId(2)])
+    assert sorted(run.masks._followers) == [RequestId(4)]
 
 
 BAD_FORMATS = [

@@ -240,7 +240,7 @@ def test_a_job_from_the_command_line(model_dir, tmp_path, capfd):
 @needs_kernels
 def test_the_planned_memory_is_less(model_dir):
     job = prepared(model_dir)
-    assert build.weights_bytes(job.config.model, "cpu", job.model.info) < 4 * job.model.info.num_parameters
+    assert build.weights_bytes(job.config.model, "cpu", job.model) < 4 * job.model.num_parameters
     assert all(type(layer) is NativeDecoderLayer for layer in build.build_executor(job).runner.runner.model.model.layers)
 
 
@@ -249,6 +249,7 @@ def test_the_planned_memory_is_less(model_dir):
     [
         (("model.dtype=bfloat16",), "cpu", "compute in float32, and model.dtype is bfloat16"),
         (("engine.deterministic=true",), "cpu", "cannot be had with engine.deterministic"),
+        (("model.tensor_parallel=2",), "cpu", "cannot be had with model.tensor_parallel"),
         (("model.device=cuda", "model.dtype=float32"), "cuda", "run on a CPU only, and model.device is cuda"),
     ],
 )

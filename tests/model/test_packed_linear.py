@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from contbatch_cli.model import cpu_kernels, packed_linear
-from contbatch_cli.model.packed_linear import NativeLinear, OneDnnLinear, SiblingLinear, pack_linears
+from contbatch_cli.model.packed_linear import NativeLinear, OneDnnLinear, PackedEmbedding, SiblingLinear, pack_linears
+from contbatch_cli.model.packing import pack_model
+from tests.model.tiny import VOCAB_SIZE, llama_config
 
 KINDS = ["native", "onednn"]
 
@@ -84,3 +87,30 @@ def test_changed_private_operators_are_noticed(monkeypatch):
     monkeypatch.setattr(OneDnnLinear, "forward", lambda self, x: x.new_zeros(5, 48))
     assert not packed_linear._onednn_works(torch.float32)
     packed_linear._onednn_works.cache_clear()
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@torch.inference_mode()
+def test_an_embedding_that_is_tied_to_the_lm_head_reads_its_packed_weight(is_tied):
+    if cpu_kernels.library() is None:
+        pytest.skip("no kernels here")
+    config = llama_config()
+    config.tie_word_embeddings = is_tied
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.randint(0, VOCAB_SIZE, (2, 7))
+    embedded, logits = model.get_input_embeddings()(ids), model(ids, use_cache=False).logits
+    pack_model(model, "cpu")
+    assert (type(model.get_input_embeddings()) is PackedEmbedding) is is_tied
+    assert torch.equal(model.get_input_embeddings()(ids), embedded)
+    torch.testing.assert_close(model(ids, use_cache=False).logits, logits, atol=1e-5, rtol=1e-5)
+    assert model.get_input_embeddings()(torch.tensor(3)).shape == (32,)
+
+
+@torch.inference_mode()
+def test_an_embedding_that_an_adapter_listens_to_stays():
+    config = llama_config()
+    config.tie_word_embeddings = True
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.get_input_embeddings().register_forward_hook(lambda module, arguments, output: output)
+    pack_model(model, "cpu")
+    assert type(model.get_input_embeddings()) is nn.Embedding

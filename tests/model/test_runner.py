@@ -9,7 +9,10 @@ import torch
 from transformers import LlamaConfig
 
 from contbatch_cli.core.batch import Logits, ScheduledBatch, ScheduledSequence, SequenceResult
-from contbatch_cli.core.request import GREEDY, RequestId, SamplingParams
+from contbatch_cli.core.kv_cache_manager import KVCacheManager
+from contbatch_cli.core.request import GREEDY, Request, RequestId, SamplingParams
+from contbatch_cli.core.scheduler import StallFreeScheduler
+from contbatch_cli.core.stop import standard_stop_rule
 from contbatch_cli.model.attention import ATTENTION_NAME, backend_named
 from contbatch_cli.model.kv_cache import KVCache
 from contbatch_cli.model.runner import ModelRunner
@@ -139,3 +142,37 @@ def test_a_scored_prompt_with_an_unwritten_slot_fails_alone():
     )
     assert result.results[0].error is not None and "non_finite_logits: prompt position 7" in result.results[0].error
     assert [entry.token_id for entry in result.results[1].prompt_logprobs] == PROMPT[1:3]
+
+
+class ForgettingSampler(Sampler):
+    """Remembers what it was told to forget."""
+
+    def __init__(self):
+        super().__init__(VOCAB_SIZE)
+        self.forgotten = []
+
+    def forget(self, request_ids):
+        self.forgotten += request_ids
+
+
+def test_the_sampler_forgets_the_requests_that_a_plan_releases():
+    runner = runner_of()
+    runner.sampler = ForgettingSampler()
+    step = batch_of(sequence(0, PROMPT, 0, (4, 5, 6), Logits.LAST, True))
+    runner.execute(step._replace(released=(RequestId(7), RequestId(8, 1))))
+    runner.execute(step)
+    assert runner.sampler.forgotten == [RequestId(7), RequestId(8, 1)]
+
+
+def test_every_request_of_a_run_but_the_last_is_forgotten_in_it():
+    """The scheduler tells of a request in the plan after the one that ended it."""
+    runner = runner_of()
+    runner.sampler = ForgettingSampler()
+    scheduler = StallFreeScheduler(KVCacheManager(20, 4), 8, 2, standard_stop_rule)
+    for row, length in enumerate((2, 5, 3, 9)):
+        sampling = SamplingParams(max_tokens=length, ignore_eos=True)
+        scheduler.add_request(Request.from_prompt(RequestId(row), PROMPT[: row + 1], sampling))
+    while scheduler.has_work():
+        batch = scheduler.schedule_next_batch()
+        scheduler.update(batch, runner.execute(batch))
+    assert sorted(runner.sampler.forgotten) == [RequestId(0), RequestId(1), RequestId(2)]

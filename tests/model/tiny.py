@@ -141,7 +141,7 @@ def run_rows(
     manager, num_blocks, pool = managers(setting, windows)
     cache = KVCache(shapes, num_blocks, setting.block_size, torch.float32, CPU, pool)
     cache.fill(float("nan"))
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+    vocab_size = model.get_input_embeddings().num_embeddings
     runner = ModelRunner(model, cache, backend_named(setting.backend), Sampler(vocab_size), CPU, adapters)
     policy = RashScheduler if setting.is_rash else StallFreeScheduler
     scheduler = policy(manager, setting.token_budget, setting.max_batch_size, standard_stop_rule)
