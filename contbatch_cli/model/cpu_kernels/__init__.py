@@ -91,12 +91,16 @@ def _checked(weight: torch.Tensor) -> torch.Tensor:
 
 
 class Library:
-    """The compiled functions. `panel` is the width in columns of a packed weight's panels."""
+    """The compiled functions. `panel` is the width in columns of a packed weight's panels.
+
+    `uses_amx` tells whether products in float32 run on the processor's matrix unit; packed weights are the same either way.
+    """
 
     def __init__(self, path: Path, openmp: tuple[c_void_p, c_void_p, c_void_p] | None) -> None:
         self._handle = ctypes.CDLL(str(path))
         self.panel = int(self._handle.contbatch_panel())
         self._handle.contbatch_init(*(openmp or (None, None, None)))
+        self.uses_amx = self.use_amx("no-amx" not in _wanted_kernels())
         self._handle.contbatch_pack.argtypes = [c_void_p, c_int, c_int, c_void_p]
         self._handle.contbatch_pack.restype = None
         self._handle.contbatch_pack_int8.argtypes = [c_void_p, c_int, c_int, c_void_p]
@@ -109,6 +113,11 @@ class Library:
         self.attend.argtypes = [POINTER(AttentionShape), POINTER(Step), *[c_void_p] * 7, c_int]
         self.layer = self._handle.contbatch_layer
         self.layer.argtypes = [POINTER(Layer), POINTER(Step), *[c_void_p] * 6, c_int]
+
+    def use_amx(self, wanted: bool) -> bool:
+        """Turn the processor's matrix unit on or off; whether it is on then."""
+        self.uses_amx = bool(self._handle.contbatch_use_amx(wanted))
+        return self.uses_amx
 
     def pack(self, *weights: torch.Tensor) -> list[PackedWeight]:
         """Each weight [N, K], float32, to panels [ceil(N / panel), K, panel], the last filled up with zeros."""
@@ -150,7 +159,7 @@ class Library:
 @lru_cache(maxsize=1)
 def library() -> Library | None:
     """The kernels, compiled now if need be; None, with a line in the log, where they cannot be had."""
-    if os.environ.get("CONTBATCH_KERNELS", "").lower() in ("off", "0", "no"):
+    if _wanted_kernels() in ("off", "0", "no"):
         logger.info("CPU kernels: turned off by CONTBATCH_KERNELS")
         return None
     openmp = _openmp()
@@ -162,6 +171,11 @@ def library() -> Library | None:
     except (CompileError, OSError) as error:
         logger.warning("CPU kernels: %s; going on without them", error)
         return None
+
+
+def _wanted_kernels() -> str:
+    """The environment's word on the kernels: `off` for none of them, `no-amx` for those without the processor's matrix unit."""
+    return os.environ.get("CONTBATCH_KERNELS", "").lower()
 
 
 def _openmp() -> tuple[c_void_p, c_void_p, c_void_p] | None:

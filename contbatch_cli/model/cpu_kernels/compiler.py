@@ -20,7 +20,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("vector.h", "team.h", "gemm.h", "attention.h", "int8.h", "layer.h", "kernels.c")
+SOURCES = ("vector.h", "team.h", "gemm.h", "attention.h", "int8.h", "amx.h", "linear.h", "layer.h", "kernels.c")
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 TUNING = (("-march=native",), ("-mcpu=native",), ())
 """Flags for this very processor, tried in this order."""

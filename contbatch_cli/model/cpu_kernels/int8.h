@@ -264,25 +264,4 @@ static void pack_int8_panels(const int8_t *weight, int n, int k, uint8_t *packed
                     *packed++ = (uint8_t)((first + j < n && b < k ? weight[(size_t)(first + j) * k + b] : 0) + WEIGHT_OFFSET);
 }
 
-/* Bytes of working memory that a linear needs for `rows` rows. */
-static size_t linear_scratch(const Linear *linear, int rows) {
-    Quantised unused;
-    return linear->scales ? lay_out_quantised(rows, linear->k, 0, &unused) : 0;
-}
-
-/* The phases of a linear: out [M, N] = x times its weight; `residual` [M, N] is read by ADD, and may be `out`. All results are there
- * after the next barrier; `scratch` holds `linear_scratch` bytes that no one else uses until then. */
-static void linear_phase(Worker *worker, const Linear *linear, const float *x, int m_size, float *out, const float *residual,
-                         char *scratch) {
-    if (!linear->scales) {
-        float_phase(worker, linear, x, m_size, out, residual);
-        return;
-    }
-    Quantised quantised;
-    lay_out_quantised(m_size, linear->k, scratch, &quantised);
-    quantise_phase(worker, x, m_size, linear->k, &quantised);
-    barrier(worker);
-    int8_phase(worker, linear, &quantised, m_size, out, residual);
-}
-
 #endif
