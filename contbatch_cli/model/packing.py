@@ -23,9 +23,12 @@ class Packing(NamedTuple):
     is_int8: bool = False
 
     def __str__(self) -> str:
-        kind = "compiled kernels" if cpu_kernels.library() is not None else "oneDNN"
+        library = cpu_kernels.library()
+        kind = "oneDNN" if library is None else "compiled kernels"
         if self.is_int8:
             kind += ", int8"
+        elif library is not None and library.uses_amx:
+            kind += ", AMX"
         return f"{counted(self.num_layers, 'layer')} native, {counted(self.num_linears, 'weight')} packed ({kind})"
 
 

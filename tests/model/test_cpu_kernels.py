@@ -28,6 +28,16 @@ LIBRARY = cpu_kernels.library()
 needs_kernels = pytest.mark.skipif(LIBRARY is None, reason="no C compiler, or no OpenMP runtime")
 
 
+@pytest.fixture(params=[False, True], ids=["vectors", "amx"])
+def unit(request):
+    """Products by vector instructions, or on the matrix unit where the processor has one."""
+    before = LIBRARY.uses_amx
+    if LIBRARY.use_amx(request.param) is not request.param:
+        pytest.skip("no AMX here")
+    yield
+    LIBRARY.use_amx(before)
+
+
 def linear(weight, bias, x, epilogue=cpu_kernels.STORE, residual=None, columns=None, threads=2):
     (packed,) = LIBRARY.pack(weight)
     n = columns or weight.shape[0]
@@ -43,14 +53,14 @@ def linear(weight, bias, x, epilogue=cpu_kernels.STORE, residual=None, columns=N
 
 @needs_kernels
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 3), (31, 64), (33, 17), (96, 200), (960, 576), (64, 3000)])
-def test_linear_agrees_and_rows_do_not_depend_on_each_other(n, k):
+def test_linear_agrees_and_rows_do_not_depend_on_each_other(n, k, unit):
     generator = torch.Generator().manual_seed(n)
     weight, bias, x = (torch.randn(*size, generator=generator) for size in ((n, k), (n,), (150, k)))
     residual = torch.randn(150, n, generator=generator)
     whole = linear(weight, bias, x)
     torch.testing.assert_close(whole, torch.nn.functional.linear(x, weight, bias), atol=1e-5 * k**0.5 + 1e-5, rtol=1e-5)
     torch.testing.assert_close(linear(weight, bias, x, cpu_kernels.ADD, residual), whole + residual)
-    for count in (1, 2, 6, 7, 13, 14, 15, 64):
+    for count in (1, 2, 6, 7, 13, 14, 15, 16, 17, 32, 33, 64):
         for threads in (1, 2):
             assert torch.equal(linear(weight, bias, x[:count].contiguous(), threads=threads), whole[:count])
 
@@ -58,13 +68,50 @@ def test_linear_agrees_and_rows_do_not_depend_on_each_other(n, k):
 @needs_kernels
 @pytest.mark.parametrize("size", [1, 16, 40])
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
-def test_gates_agree(size, kind):
+def test_gates_agree(size, kind, unit):
     gate, up, x = torch.randn(size, 24), torch.randn(size, 24), 3 * torch.randn(19, 24)
     weight = native_layer._interleaved(torch.cat([gate, up]), LIBRARY.panel // 2)
     epilogue = cpu_kernels.SILU_GATE if kind == "silu" else cpu_kernels.GELU_TANH_GATE
     gated = x @ gate.T
     active = torch.nn.functional.silu(gated) if kind == "silu" else torch.nn.functional.gelu(gated, approximate="tanh")
     torch.testing.assert_close(linear(weight, None, x, epilogue, columns=size), active * (x @ up.T), atol=1e-4, rtol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("k", [40, 576, 1536])
+@pytest.mark.parametrize("has_signs", [True, False])
+def test_the_matrix_unit_is_as_exact_as_float32(k, has_signs):
+    """Against float64, relative to the sum of the terms' sizes: no further off than fused multiply-adds, and than torch."""
+    if not LIBRARY.uses_amx:
+        pytest.skip("no AMX here")
+    generator = torch.Generator().manual_seed(k)
+    weight, x = torch.randn(64, k, generator=generator), torch.randn(100, k, generator=generator)
+    weight *= torch.logspace(-6, 3, 64)[:, None]
+    if not has_signs:
+        weight, x = weight.abs(), x.abs()
+    exact, size = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
+
+    def largest_error(product):
+        return ((product.double() - exact).abs() / size).max()
+
+    on_unit = largest_error(linear(weight, None, x))
+    LIBRARY.use_amx(False)
+    try:
+        by_vectors = largest_error(linear(weight, None, x))
+    finally:
+        LIBRARY.use_amx(True)
+    assert on_unit < 6e-7
+    assert on_unit <= 1.5 * max(by_vectors, largest_error(torch.nn.functional.linear(x, weight)))
+
+
+@needs_kernels
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_stays_so_and_in_its_row(value, unit):
+    weight, x = torch.randn(40, 70), torch.randn(20, 70)
+    x[3, 5] = value
+    out = linear(weight, None, x)
+    finite = torch.isfinite(out).all(dim=1)
+    assert not finite[3] and finite.sum() == 19
 
 
 def batch_of(runs, tables):

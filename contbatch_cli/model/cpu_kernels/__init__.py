@@ -1,8 +1,8 @@
 """Kernels in C for float32 models on a CPU: packed matrix products, attention over the paged cache, a decoder layer in one call.
-The weights of products may be of 8 bits.
+The weights of products may be of 8 bits; those in float32 run on the processor's matrix unit (AMX) where it has one.
 
 `library()` gives them, or None where they cannot be had (no compiler, no OpenMP runtime in the process); whoever uses them has
-another way. `CONTBATCH_KERNELS=off` in the environment turns them off.
+another way. `CONTBATCH_KERNELS=off` in the environment turns them off, `CONTBATCH_KERNELS=no-amx` the matrix unit alone.
 
 They run on the threads of the OpenMP runtime that torch has loaded, `torch.get_num_threads()` of them: a second pool would spin
 against it. All results are independent of how many rows or threads take part, bit for bit.
@@ -100,7 +100,7 @@ class Library:
         self._handle = ctypes.CDLL(str(path))
         self.panel = int(self._handle.contbatch_panel())
         self._handle.contbatch_init(*(openmp or (None, None, None)))
-        self.uses_amx = self.use_amx("no-amx" not in _wanted_kernels())
+        self.uses_amx = self.use_amx(_wanted_kernels() != "no-amx")
         self._handle.contbatch_pack.argtypes = [c_void_p, c_int, c_int, c_void_p]
         self._handle.contbatch_pack.restype = None
         self._handle.contbatch_pack_int8.argtypes = [c_void_p, c_int, c_int, c_void_p]

@@ -101,7 +101,7 @@ static void linear_body(void *worker, void *argument) {
 /* out [M, N] = x [M, K] times the packed weight, plus bias; the epilogue may add `residual` [M, N] or gate. 1 when
  * done, 0 when there is no memory. */
 int contbatch_linear(const Linear *linear, const float *x, int rows, float *out, const float *residual, int num_threads) {
-    size_t scratch = linear_scratch(linear, rows, num_threads);
+    size_t scratch = linear_scratch(linear, rows);
     acquire();
     LinearCall call = {linear, x, residual, out, scratch ? reserve(&scratch_buffer, scratch) : 0, rows};
     int planned = !scratch || call.scratch;
@@ -153,11 +153,11 @@ int contbatch_attend(const AttentionShape *shape, const Step *step, const float 
 }
 
 /* Bytes of working memory that any of the layer's linears needs. */
-static size_t layer_scratch(const Layer *layer, int rows, int num_threads) {
+static size_t layer_scratch(const Layer *layer, int rows) {
     const Linear *linears[4] = {&layer->qkv, &layer->output, &layer->gate_up, &layer->down};
     size_t most = 0;
     for (int i = 0; i < 4; i++) {
-        size_t needed = linear_scratch(linears[i], rows, num_threads);
+        size_t needed = linear_scratch(linears[i], rows);
         most = needed > most ? needed : most;
     }
     return most;
@@ -169,7 +169,7 @@ int contbatch_layer(const Layer *layer, const Step *step, const float *hidden, c
     size_t tokens = step->num_tokens, sizes[4] = {layer->hidden, layer->qkv.n, layer->output.k, layer->gate_up.n};
     acquire();
     char *memory = reserve(&layer_buffer, sizeof(float) * tokens * (sizes[0] + sizes[1] + sizes[2] + sizes[3]) + 256);
-    size_t scratch = layer_scratch(layer, step->num_tokens, num_threads);
+    size_t scratch = layer_scratch(layer, step->num_tokens);
     float *parts[4];
     for (int i = 0; i < 4; i++) {
         parts[i] = (float *)memory;

@@ -3,14 +3,13 @@
 #define CONTBATCH_LINEAR_H
 
 /* Bytes of working memory that a linear needs for `rows` rows. */
-static size_t linear_scratch(const Linear *linear, int rows, int num_threads) {
+static size_t linear_scratch(const Linear *linear, int rows) {
     Quantised quantised;
     if (linear->scales) return lay_out_quantised(rows, linear->k, 0, &quantised);
 #if HAS_AMX
-    PartsMemory parts;
-    if (amx_is_on) return lay_out_parts(rows, linear->k, num_threads, 0, &parts);
+    Parts parts;
+    if (amx_is_on) return lay_out_parts(rows, linear->k, 0, &parts);
 #endif
-    (void)num_threads;
     return 0;
 }
 
@@ -28,8 +27,8 @@ static void linear_phase(Worker *worker, const Linear *linear, const float *x, i
     }
 #if HAS_AMX
     if (amx_is_on) {
-        PartsMemory parts;
-        lay_out_parts(m_size, linear->k, worker->num_threads, scratch, &parts);
+        Parts parts;
+        lay_out_parts(m_size, linear->k, scratch, &parts);
         split_phase(worker, x, m_size, linear->k, &parts);
         barrier(worker);
         parts_phase(worker, linear, &parts, m_size, out, residual);
