@@ -270,16 +270,16 @@ class StallFreeScheduler:
                     step.add_drafts(place, self._drafted(sequence, drafts))
 
     def _drafted(self, sequence: ScheduledSequence, drafts: tuple[int, ...]) -> ScheduledSequence:
-        """A decode with drafts behind its token, which its table has grown for."""
-        table = self.kv.tables[sequence.request_id]
-        size, window = self.kv.block_size, table.window
+        """A decode with drafts behind its token, which its table has grown for at the end."""
+        table, window = self.kv.tables[sequence.request_id], sequence.window
+        if window is not None and table.window is not None:
+            window = window._replace(block_ids=table.window.block_ids)
         return sequence._replace(
             tokens=sequence.tokens + drafts,
             num_drafts=len(drafts),
             logits=Logits.ALL,
             block_ids=table.block_ids,
-            block_start=table.first_block * size,
-            window=None if window is None else WindowTable(window.block_ids, window.first_block * size),
+            window=window,
         )
 
     # The results
