@@ -27,6 +27,9 @@ from contbatch_cli.model.packed_linear import concatenated
 
 logger = logging.getLogger(__name__)
 
+RELEASE_EVERY = 8
+"""Layers after whose swap the memory of their old weights is given back: both copies of these are held until then."""
+
 TOLERANCE = 2e-4
 """Of the layer's largest output: what a layer and its replacement may differ by."""
 
@@ -150,7 +153,8 @@ def swap_layers(model: nn.Module, is_int8: bool = False) -> int:
     num_swapped = 0
     for index in range(len(layers)):
         num_swapped += _swap(library, model, layers, index, is_int8)
-        release_unused(torch.device("cpu"))
+        if index % RELEASE_EVERY == RELEASE_EVERY - 1:
+            release_unused(torch.device("cpu"))
     return num_swapped
 
 
