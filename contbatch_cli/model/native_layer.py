@@ -48,28 +48,22 @@ class NativeDecoderLayer(nn.Module):
             _gates(parts, library.panel // 2),
             concatenated([parts.down]),
         ]
-        packed = (library.pack_int8 if is_int8 else library.pack)(*(weight for weight, _ in products))
+        packed = library.pack(*(weight for weight, _ in products), is_int8=is_int8)
         epilogues = cpu_kernels.STORE, cpu_kernels.ADD, parts.epilogue, cpu_kernels.ADD
+        columns = None, None, parts.gate.out_features, None
         linears = [
-            cpu_kernels.Linear(
-                self._keep(panels),
-                None if bias is None else self._own(library.whole_panels(bias)),
-                None if scales is None else self._own(scales),
-                weight.shape[1],
-                weight.shape[0],
-                epilogue,
-            )
-            for (panels, scales), (weight, bias), epilogue in zip(packed, products, epilogues, strict=True)
+            weight.linear(epilogue, None if bias is None else self._own(library.whole_panels(bias)), num_columns)
+            for weight, (_, bias), epilogue, num_columns in zip(packed, products, epilogues, columns, strict=True)
         ]
-        linears[2].n = parts.gate.out_features
         self._layer = cpu_kernels.Layer(
             *linears,
-            *(None if norm is None else self._own(norm) for norm in parts.norms),
+            *(None if norm is None else self._own(norm).data_ptr() for norm in parts.norms),
             parts.eps,
             parts.q.in_features,
             parts.rotary_size,
             cpu_kernels.AttentionShape(*parts.shape_fields),
         )
+        self._packed = packed
         if parts.variant.sinks is not None:
             self._owned.append(parts.variant.sinks)
 
@@ -100,12 +94,9 @@ class NativeDecoderLayer(nn.Module):
             raise MemoryError(f"a layer of {hidden_states.shape[1]} tokens: no working memory")
         return out
 
-    def _own(self, tensor: torch.Tensor) -> int:
-        return self._keep(tensor.detach().float().contiguous())
-
-    def _keep(self, tensor: torch.Tensor) -> int:
-        self._owned.append(tensor)
-        return tensor.data_ptr()
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._owned.append(tensor.detach().float().contiguous())
+        return self._owned[-1]
 
 
 class LayerParts(NamedTuple):

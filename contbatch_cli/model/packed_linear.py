@@ -35,10 +35,9 @@ class NativeLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._library = library
-        (self.packed,) = (library.pack_int8 if is_int8 else library.pack)(weight)
+        (self.packed,) = library.pack(weight, is_int8=is_int8)
         self._bias = None if bias is None else library.whole_panels(bias)
-        addresses = (None if part is None else part.data_ptr() for part in (self.packed.panels, self._bias, self.packed.scales))
-        self._linear = cpu_kernels.Linear(*addresses, self.in_features, self.out_features, cpu_kernels.STORE)
+        self._linear = self.packed.linear(cpu_kernels.STORE, self._bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -52,12 +51,6 @@ class NativeLinear(nn.Module):
             raise MemoryError(f"a product of {rows} rows: no working memory")
         return out
 
-    def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """Rows of the unpacked float32 weight: [..., K] for indices [...]."""
-        assert self.packed.scales is None
-        rows: torch.Tensor = self.packed.panels[indices // self._library.panel, :, indices % self._library.panel]
-        return rows
-
 
 class PackedEmbedding(nn.Module):
     """Ids [...] to [..., K] from the packed weight of the LM head that the embedding is tied to, so that there is one copy."""
@@ -68,7 +61,7 @@ class PackedEmbedding(nn.Module):
         self._head = head
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._head.rows(ids)
+        return self._head.packed.rows(ids)
 
 
 class OneDnnLinear(nn.Module):

@@ -38,13 +38,24 @@ def unit(request):
     LIBRARY.use_amx(before)
 
 
+@pytest.fixture(params=["float32", "bfloat16"])
+def drawn(request):
+    """Draws weights: any, or those that bfloat16 holds exactly, which are packed in half the bytes."""
+    dtype = getattr(torch, request.param)
+
+    def draw(*shape):
+        weight = torch.randn(*shape, generator=torch.Generator().manual_seed(shape[0])).to(dtype).float()
+        assert {packed.panels.dtype for packed in LIBRARY.pack(weight, weight)} == {dtype}
+        return weight
+
+    return draw
+
+
 def linear(weight, bias, x, epilogue=cpu_kernels.STORE, residual=None, columns=None, threads=2):
     (packed,) = LIBRARY.pack(weight)
     n = columns or weight.shape[0]
     padded = None if bias is None else torch.nn.functional.pad(bias, (0, -bias.shape[0] % LIBRARY.panel))
-    described = cpu_kernels.Linear(
-        packed.panels.data_ptr(), None if padded is None else padded.data_ptr(), None, weight.shape[1], n, epilogue
-    )
+    described = packed.linear(epilogue, padded, n)
     out = torch.full((x.shape[0], n), float("nan"))
     added = None if residual is None else residual.data_ptr()
     LIBRARY.linear(byref(described), x.data_ptr(), x.shape[0], out.data_ptr(), added, threads)
@@ -53,9 +64,9 @@ def linear(weight, bias, x, epilogue=cpu_kernels.STORE, residual=None, columns=N
 
 @needs_kernels
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 3), (31, 64), (33, 17), (96, 200), (960, 576), (64, 3000)])
-def test_linear_agrees_and_rows_do_not_depend_on_each_other(n, k, unit):
+def test_linear_agrees_and_rows_do_not_depend_on_each_other(n, k, unit, drawn):
     generator = torch.Generator().manual_seed(n)
-    weight, bias, x = (torch.randn(*size, generator=generator) for size in ((n, k), (n,), (150, k)))
+    weight, bias, x = drawn(n, k), *(torch.randn(*size, generator=generator) for size in ((n,), (150, k)))
     residual = torch.randn(150, n, generator=generator)
     whole = linear(weight, bias, x)
     torch.testing.assert_close(whole, torch.nn.functional.linear(x, weight, bias), atol=1e-5 * k**0.5 + 1e-5, rtol=1e-5)
@@ -68,8 +79,8 @@ def test_linear_agrees_and_rows_do_not_depend_on_each_other(n, k, unit):
 @needs_kernels
 @pytest.mark.parametrize("size", [1, 16, 40])
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
-def test_gates_agree(size, kind, unit):
-    gate, up, x = torch.randn(size, 24), torch.randn(size, 24), 3 * torch.randn(19, 24)
+def test_gates_agree(size, kind, unit, drawn):
+    gate, up, x = drawn(size, 24), drawn(size, 24).flip(0), 3 * torch.randn(19, 24)
     weight = native_layer._interleaved(torch.cat([gate, up]), LIBRARY.panel // 2)
     epilogue = cpu_kernels.SILU_GATE if kind == "silu" else cpu_kernels.GELU_TANH_GATE
     gated = x @ gate.T
@@ -80,13 +91,13 @@ def test_gates_agree(size, kind, unit):
 @needs_kernels
 @pytest.mark.parametrize("k", [40, 576, 1536])
 @pytest.mark.parametrize("has_signs", [True, False])
-def test_the_matrix_unit_is_as_exact_as_float32(k, has_signs):
+def test_the_matrix_unit_is_as_exact_as_float32(k, has_signs, drawn):
     """Against float64, relative to the sum of the terms' sizes: no further off than fused multiply-adds, and than torch."""
     if not LIBRARY.uses_amx:
         pytest.skip("no AMX here")
     generator = torch.Generator().manual_seed(k)
-    weight, x = torch.randn(64, k, generator=generator), torch.randn(100, k, generator=generator)
-    weight *= torch.logspace(-6, 3, 64)[:, None]
+    weight, x = drawn(64, k), torch.randn(100, k, generator=generator)
+    weight *= 2.0 ** torch.linspace(-20, 10, 64).round()[:, None]
     if not has_signs:
         weight, x = weight.abs(), x.abs()
     exact, size = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
@@ -106,12 +117,30 @@ def test_the_matrix_unit_is_as_exact_as_float32(k, has_signs):
 
 @needs_kernels
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_stays_so_and_in_its_row(value, unit):
-    weight, x = torch.randn(40, 70), torch.randn(20, 70)
+def test_what_is_not_finite_stays_so_and_in_its_row(value, unit, drawn):
+    weight, x = drawn(40, 70), torch.randn(20, 70)
     x[3, 5] = value
     out = linear(weight, None, x)
     finite = torch.isfinite(out).all(dim=1)
     assert not finite[3] and finite.sum() == 19
+
+
+@needs_kernels
+@pytest.mark.parametrize("k", [1, 31, 33, 576])
+def test_weights_in_half_the_bytes_are_the_same_numbers(k):
+    """By vector instructions bit for bit: one weight that bfloat16 does not hold makes float32 of all."""
+    short = torch.randn(40, k).bfloat16().float()
+    long = torch.cat([short, torch.full((1, k), 1 / 3)])
+    (packed,), (whole,) = LIBRARY.pack(short), LIBRARY.pack(long)
+    assert (packed.panels.dtype, whole.panels.dtype) == (torch.bfloat16, torch.float32)
+    indices = torch.tensor([[39, 0, 7], [31, 32, 33]])
+    assert torch.equal(packed.rows(indices), short[indices]) and torch.equal(whole.rows(indices), short[indices])
+    before, x = LIBRARY.uses_amx, torch.randn(50, k)
+    LIBRARY.use_amx(False)
+    try:
+        assert torch.equal(linear(short, None, x), linear(long, None, x)[:, :40])
+    finally:
+        LIBRARY.use_amx(before)
 
 
 def batch_of(runs, tables):

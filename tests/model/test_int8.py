@@ -91,6 +91,11 @@ def test_every_way_of_the_kernels_agrees(processor, tmp_path, monkeypatch):
     library = cpu_kernels.Library(compiler.library_path(tmp_path), cpu_kernels._openmp())
     for n, k in ((5, 3), (33, 17), (96, 200)):
         check_linear(library, n, k)
+        for dtype in (torch.float32, torch.bfloat16):
+            weight, x = torch.randn(n, k).to(dtype).float(), torch.randn(20, k)
+            linear = NativeLinear(library, weight, None)
+            assert linear.packed.panels.dtype == dtype
+            torch.testing.assert_close(linear(x), nn.functional.linear(x, weight), atol=1e-4, rtol=1e-5)
 
 
 @needs_kernels
@@ -98,9 +103,9 @@ def test_every_way_of_the_kernels_agrees(processor, tmp_path, monkeypatch):
 def test_int8_gates_and_residuals(kind):
     gate, up, x = torch.randn(40, 72), torch.randn(40, 72), torch.randn(19, 72)
     weight = native_layer._interleaved(torch.cat([gate, up]), LIBRARY.panel // 2)
-    (packed,) = LIBRARY.pack_int8(weight)
+    (packed,) = LIBRARY.pack(weight, is_int8=True)
     epilogue = cpu_kernels.SILU_GATE if kind == "silu" else cpu_kernels.GELU_TANH_GATE
-    described = cpu_kernels.Linear(packed.panels.data_ptr(), None, packed.scales.data_ptr(), 72, 40, epilogue)
+    described = packed.linear(epilogue, num_columns=40)
     out = torch.full((19, 40), float("nan"))
     assert LIBRARY.linear(byref(described), x.data_ptr(), 19, out.data_ptr(), None, 2)
     gated, upper = product(gate, x, torch.zeros(40)), product(up, x, torch.zeros(40))
@@ -122,7 +127,7 @@ def test_what_is_not_finite_stays_so_and_in_its_row():
 @needs_kernels
 def test_weights_take_a_quarter_of_the_memory():
     weight = torch.randn(960, 576)
-    (whole,), (eighth,) = LIBRARY.pack(weight), LIBRARY.pack_int8(weight)
+    (whole,), (eighth,) = LIBRARY.pack(weight), LIBRARY.pack(weight, is_int8=True)
     assert whole.panels.nbytes == 4 * eighth.panels.nbytes
     assert eighth.scales.nbytes < eighth.panels.nbytes / 50
     values, scales = quantised(weight)

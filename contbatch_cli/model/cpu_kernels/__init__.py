@@ -14,7 +14,7 @@ import ctypes
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_size_t, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -27,6 +27,7 @@ from contbatch_cli.model.cpu_kernels.compiler import CompileError, library_path
 logger = logging.getLogger(__name__)
 
 STORE, ADD, SILU_GATE, GELU_TANH_GATE = range(4)
+FLOAT32, BFLOAT16, INT8 = range(3)
 
 
 class Linear(Structure):
@@ -34,7 +35,7 @@ class Linear(Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in ("packed", "bias", "scales")),
-        *((name, c_int32) for name in ("k", "n", "epilogue")),
+        *((name, c_int32) for name in ("k", "n", "epilogue", "format")),
     ]
 
 
@@ -71,10 +72,38 @@ class Layer(Structure):
 
 
 class PackedWeight(NamedTuple):
-    """A weight as the kernels read it; `scales`, one for each packed column, where it is of 8 bits."""
+    """A weight [N, K] as the kernels read it: panels of `panel` columns, the last filled up with zeros.
+
+    float32: [ceil(N / panel), K, panel]. bfloat16, for weights that it holds exactly: [ceil(N / panel), K', panel, 2], K' pairs of
+    inputs filled up with zeros. 8 bits: uint8 [ceil(N / panel), ceil(K / 4), panel, 4], and `scales`, one for each packed column.
+    """
 
     panels: torch.Tensor
-    scales: torch.Tensor | None
+    shape: tuple[int, int]
+    scales: torch.Tensor | None = None
+
+    def linear(self, epilogue: int, bias: torch.Tensor | None = None, num_columns: int | None = None) -> Linear:
+        """What the kernels take; `num_columns` of output where that is not N. The tensors must outlive it."""
+        formats = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.uint8: INT8}
+        addresses = (None if part is None else part.data_ptr() for part in (self.panels, bias, self.scales))
+        return Linear(*addresses, self.shape[1], num_columns or self.shape[0], epilogue, formats[self.panels.dtype])
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Rows of the weight before it was packed, float32 [..., K] for indices [...]. Not for 8 bits."""
+        assert self.scales is None
+        panel, num_inputs = self.panels.shape[2], self.shape[1]
+        rows = self.panels[indices // panel, :, indices % panel]
+        return rows.flatten(indices.dim())[..., :num_inputs].float()
+
+
+class _Form(NamedTuple):
+    """What a weight is packed to: `values` as `pack` takes them, shape and type of the panels."""
+
+    values: torch.Tensor
+    pack: Callable[..., None]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    scales: torch.Tensor | None = None
 
 
 def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,12 +128,13 @@ class Library:
     def __init__(self, path: Path, openmp: tuple[c_void_p, c_void_p, c_void_p] | None) -> None:
         self._handle = ctypes.CDLL(str(path))
         self.panel = int(self._handle.contbatch_panel())
+        self._block = int(self._handle.contbatch_block())
         self._handle.contbatch_init(*(openmp or (None, None, None)))
         self.uses_amx = self.use_amx(_wanted_kernels() != "no-amx")
-        self._handle.contbatch_pack.argtypes = [c_void_p, c_int, c_int, c_void_p]
-        self._handle.contbatch_pack.restype = None
-        self._handle.contbatch_pack_int8.argtypes = [c_void_p, c_int, c_int, c_void_p]
-        self._handle.contbatch_pack_int8.restype = None
+        for pack in (self._handle.contbatch_pack, self._handle.contbatch_pack16, self._handle.contbatch_pack_int8):
+            pack.argtypes = [c_void_p, c_int, c_int, c_void_p]
+            pack.restype = None
+        self._handle.contbatch_fits_bfloat16.argtypes = [c_void_p, c_size_t]
         self._handle.contbatch_prefer_huge_pages.argtypes = [c_void_p, c_size_t]
         self._handle.contbatch_prefer_huge_pages.restype = None
         self.linear = self._handle.contbatch_linear
@@ -119,33 +149,35 @@ class Library:
         self.uses_amx = bool(self._handle.contbatch_use_amx(wanted))
         return self.uses_amx
 
-    def pack(self, *weights: torch.Tensor) -> list[PackedWeight]:
-        """Each weight [N, K], float32, to panels [ceil(N / panel), K, panel], the last filled up with zeros."""
-        shapes = [(-(-weight.shape[0] // self.panel), weight.shape[1], self.panel) for weight in weights]
-        packed = self._allocate(shapes, torch.float32)
-        for weight, panels in zip(weights, packed, strict=True):
-            weight = _checked(weight)
-            self._handle.contbatch_pack(weight.data_ptr(), *weight.shape, panels.data_ptr())
-        return [PackedWeight(panels, None) for panels in packed]
+    def pack(self, *weights: torch.Tensor, is_int8: bool = False) -> list[PackedWeight]:
+        """Each weight [N, K], float32, as panels side by side in memory: in half the bytes where bfloat16 holds it exactly, or
+        rounded to 8 bits with a scale for each output column."""
+        forms = [self._form(_checked(weight), is_int8) for weight in weights]
+        allocated = self._allocate([(form.shape, form.dtype) for form in forms])
+        for form, panels in zip(forms, allocated, strict=True):
+            form.pack(form.values.data_ptr(), *form.values.shape, panels.data_ptr())
+        return [
+            PackedWeight(panels, (weight.shape[0], weight.shape[1]), form.scales)
+            for weight, form, panels in zip(weights, forms, allocated, strict=True)
+        ]
 
-    def pack_int8(self, *weights: torch.Tensor) -> list[PackedWeight]:
-        """Each weight [N, K], float32, rounded to 8 bits with a scale for each output column, as panels
-        [ceil(N / panel), ceil(K / 4), panel, 4]."""
-        shapes = [(-(-weight.shape[0] // self.panel), -(-weight.shape[1] // 4), self.panel, 4) for weight in weights]
-        packed = self._allocate(shapes, torch.uint8)
-        found = []
-        for weight, panels in zip(weights, packed, strict=True):
-            values, scales = quantised(_checked(weight))
-            self._handle.contbatch_pack_int8(values.data_ptr(), *values.shape, panels.data_ptr())
-            found.append(PackedWeight(panels, self.whole_panels(scales)))
-        return found
+    def _form(self, weight: torch.Tensor, is_int8: bool) -> _Form:
+        num_panels, num_inputs = -(-weight.shape[0] // self.panel), weight.shape[1]
+        if is_int8:
+            values, scales = quantised(weight)
+            shape: tuple[int, ...] = (num_panels, -(-num_inputs // 4), self.panel, 4)
+            return _Form(values, self._handle.contbatch_pack_int8, shape, torch.uint8, self.whole_panels(scales))
+        if self._handle.contbatch_fits_bfloat16(weight.data_ptr(), weight.numel()):
+            shape = (num_panels, -(-num_inputs // self._block) * self._block // 2, self.panel, 2)
+            return _Form(weight, self._handle.contbatch_pack16, shape, torch.bfloat16)
+        return _Form(weight, self._handle.contbatch_pack, (num_panels, num_inputs, self.panel), torch.float32)
 
-    def _allocate(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[torch.Tensor]:
+    def _allocate(self, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[torch.Tensor]:
         """Uninitialised tensors side by side in one allocation, on huge pages where the system gives them."""
-        sizes = [math.prod(shape) for shape in shapes]
-        memory = torch.empty(sum(sizes), dtype=dtype)
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in wanted]
+        memory = torch.empty(sum(sizes), dtype=torch.uint8)
         self.prefer_huge_pages(memory)
-        return [part.view(shape) for part, shape in zip(memory.split(sizes), shapes, strict=True)]
+        return [part.view(dtype).view(shape) for part, (shape, dtype) in zip(memory.split(sizes), wanted, strict=True)]
 
     def whole_panels(self, values: torch.Tensor) -> torch.Tensor:
         """One value for each output column [N], filled up with zeros to whole panels."""

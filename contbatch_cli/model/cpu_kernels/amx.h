@@ -5,12 +5,13 @@
  *
  *     x1 w1 + x1 w0 + x2 w0 + x0 w0 + x0 w2 + x0 w1
  *
- * what is left out being about 2^-25 of a term and of either sign. So the result is as near to the exact one as a sum of fused
- * multiply-adds in float32 is. The method is that of Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence
- * Datatype For Higher-Precision Computations" (ARITH 2019). A row's result does not depend on the rows beside it.
+ * what is left out being about 2^-25 of a term and of either sign. A weight that bfloat16 holds is its own only part: x2 w + x1 w + x0 w
+ * is all there is. So the result is as near to the exact one as a sum of fused multiply-adds in float32 is. The method is that of Henry,
+ * Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations" (ARITH 2019). A row's
+ * result does not depend on the rows beside it.
  *
- * A tile is 1 KiB: 16 rows of 64 bytes. Rows of x: [M / 16][K / 32][part][16 rows][32 inputs]. A block of 32 inputs of a panel of weights:
- * [part][half of the panel][16 pairs of inputs][16 columns][2]. */
+ * A tile is 1 KiB: 16 rows of 64 bytes. Rows of x: [M / 16][K / 32][part][16 rows][32 inputs]. A block of 32 inputs of a float32 panel, cut
+ * up: [part][half of the panel][16 pairs of inputs][16 columns][2]; a bfloat16 panel lies ready. */
 #ifndef CONTBATCH_AMX_H
 #define CONTBATCH_AMX_H
 
@@ -83,11 +84,12 @@ static void split_phase(Worker *worker, const float *x, int m_size, int k, const
     }
 }
 
-/* A panel [K, PANEL] of weights, and room for the parts of two of its blocks: the one at work and the next. They are cut up anew for each
- * 32 rows: in the first-level cache, beside the products, that costs less than to keep them. */
+/* A panel of weights. Of float32 ones there is room for the parts of two blocks, the one at work and the next: they are cut up anew for
+ * each 32 rows, which in the first-level cache, beside the products, costs less than to keep them. Of bfloat16 ones `lines` lines of the
+ * next panel, from `ahead` on, are fetched during each block. */
 typedef struct {
-    const float *weights;
-    int k, blocks;
+    const char *weights, *ahead;
+    int k, blocks, lines;
     char parts[2][2 * PARTS * TILE_BYTES] ALIGNED;
 } Panel;
 
@@ -108,7 +110,7 @@ ALWAYS_INLINE void split_pair(__m512 even, __m512 odd, char *tile) {
 ALWAYS_INLINE void split_quarter(const int quarter, Panel *panel, int block) {
     int count = panel->k - 32 * block;
     if (count <= 0) return;
-    const float *from = panel->weights + ((size_t)block * 32 + 8 * quarter) * PANEL;
+    const float *from = (const float *)panel->weights + ((size_t)block * 32 + 8 * quarter) * PANEL;
     const char *next = (const char *)(from + (size_t)panel->k * PANEL);
     char *to = panel->parts[block % 2] + quarter * 4 * 64;
     for (int line = 0; line < 16; line += 4) __builtin_prefetch(next + line * 64, 0, 2);
@@ -121,6 +123,11 @@ ALWAYS_INLINE void split_quarter(const int quarter, Panel *panel, int block) {
         }
 }
 
+#define ZERO_SUMS   \
+    _tile_zero(0); \
+    _tile_zero(1); \
+    _tile_zero(2); \
+    _tile_zero(3)
 #define LOAD_X(part)                                                     \
     _tile_loadd(4, x + (part) * TILE_BYTES, 64);                         \
     if (row_tiles == 2) _tile_loadd(5, x + row_step + (part) * TILE_BYTES, 64)
@@ -134,13 +141,20 @@ ALWAYS_INLINE void split_quarter(const int quarter, Panel *panel, int block) {
         _tile_dpbf16ps(2, 5, 6);                                         \
         _tile_dpbf16ps(3, 5, 7);                                         \
     }
-/* c [16 * row_tiles, PANEL] = `row_tiles` tiles of rows, 1 or 2, from `rows` on, times a panel, which is cut up a block ahead of its use. */
-ALWAYS_INLINE void multiply_tiles(const int row_tiles, const char *rows, Panel *panel, float *c) {
+ALWAYS_INLINE void store_sums(const int row_tiles, float *c) {
+    _tile_stored(0, c, PANEL * sizeof(float));
+    _tile_stored(1, c + LANES, PANEL * sizeof(float));
+    if (row_tiles == 2) {
+        _tile_stored(2, c + 16 * PANEL, PANEL * sizeof(float));
+        _tile_stored(3, c + 16 * PANEL + LANES, PANEL * sizeof(float));
+    }
+}
+
+/* c [16 * row_tiles, PANEL] = `row_tiles` tiles of rows, 1 or 2, from `rows` on, times a float32 panel, which is cut up a block ahead of
+ * its use. */
+ALWAYS_INLINE void multiply_float32(const int row_tiles, const char *rows, Panel *panel, float *c) {
     ptrdiff_t row_step = (ptrdiff_t)panel->blocks * PARTS * TILE_BYTES;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    ZERO_SUMS;
     for (int quarter = 0; quarter < 4; quarter++) split_quarter(quarter, panel, 0);
     for (int block = 0; block < panel->blocks; block++) {
         const char *x = rows + (size_t)block * PARTS * TILE_BYTES, *w = panel->parts[block % 2];
@@ -163,16 +177,37 @@ ALWAYS_INLINE void multiply_tiles(const int row_tiles, const char *rows, Panel *
         LOAD_W(1);
         MULTIPLY
     }
-    _tile_stored(0, c, PANEL * sizeof(float));
-    _tile_stored(1, c + LANES, PANEL * sizeof(float));
-    if (row_tiles == 2) {
-        _tile_stored(2, c + 16 * PANEL, PANEL * sizeof(float));
-        _tile_stored(3, c + 16 * PANEL + LANES, PANEL * sizeof(float));
-    }
+    store_sums(row_tiles, c);
 }
 
-static __attribute__((noinline)) void multiply_one(const char *rows, Panel *panel, float *c) { multiply_tiles(1, rows, panel, c); }
-static __attribute__((noinline)) void multiply_two(const char *rows, Panel *panel, float *c) { multiply_tiles(2, rows, panel, c); }
+/* The same with a bfloat16 panel, whose weights are their own only part: x2 w + x1 w + x0 w, with nothing left out. */
+ALWAYS_INLINE void multiply_bfloat16(const int row_tiles, const char *rows, Panel *panel, float *c) {
+    ptrdiff_t row_step = (ptrdiff_t)panel->blocks * PARTS * TILE_BYTES;
+    ZERO_SUMS;
+    for (int block = 0; block < panel->blocks; block++) {
+        const char *x = rows + (size_t)block * PARTS * TILE_BYTES, *w = panel->weights + (size_t)block * 2 * TILE_BYTES;
+        _tile_loadd(6, w, 2 * 64);
+        _tile_loadd(7, w + 64, 2 * 64);
+        for (int line = 0; line < panel->lines; line++, panel->ahead += 64) __builtin_prefetch(panel->ahead, 0, 2);
+        LOAD_X(2);
+        MULTIPLY
+        LOAD_X(1);
+        MULTIPLY
+        LOAD_X(0);
+        MULTIPLY
+    }
+    store_sums(row_tiles, c);
+}
+
+#define FOR_ROWS(format)                                                                               \
+    static __attribute__((noinline)) void format##_1(const char *rows, Panel *panel, float *c) {       \
+        multiply_##format(1, rows, panel, c);                                                          \
+    }                                                                                                  \
+    static __attribute__((noinline)) void format##_2(const char *rows, Panel *panel, float *c) {       \
+        multiply_##format(2, rows, panel, c);                                                          \
+    }
+FOR_ROWS(float32)
+FOR_ROWS(bfloat16)
 
 /* Blocks of rows, of whole tiles, that stay in the second-level cache beside a panel. */
 static Tiling parts_tiling(const Linear *linear, int m_size, int row_bytes) {
@@ -188,23 +223,30 @@ static void parts_phase(Worker *worker, const Linear *linear, const Parts *x, in
     Tiling tiling = parts_tiling(linear, m_size, x->blocks * PARTS * 64);
     size_t n = linear->n, tile_step = (size_t)x->blocks * PARTS * TILE_BYTES;
     Panel panel = {.k = linear->k, .blocks = x->blocks};
+    int is_short = linear->format == BFLOAT16;
     configure_tiles();
     while ((item = next_item(worker, tiling.panels * tiling.blocks, &victim)) >= 0) {
         int number = item % tiling.panels, first = item / tiling.panels * tiling.rows;
-        int end = first + tiling.rows < m_size ? first + tiling.rows : m_size;
-        panel.weights = (const float *)linear->packed + (size_t)number * linear->k * PANEL;
+        int end = first + tiling.rows < m_size ? first + tiling.rows : m_size, passes = (end - first + 31) / 32;
+        panel.weights = (const char *)linear->packed + number * panel_bytes(linear);
+        panel.ahead = panel.weights + panel_bytes(linear);
+        panel.lines = (2 * TILE_BYTES / 64 + passes - 1) / passes;
         for (int row = first; row < end; row += 32) {
             int count = end - row < 32 ? end - row : 32;
-            (count > 16 ? multiply_two : multiply_one)(x->tiles + row / 16 * tile_step, &panel, c);
+            const char *rows = x->tiles + row / 16 * tile_step;
+            if (is_short) (count > 16 ? bfloat16_2 : bfloat16_1)(rows, &panel, c);
+            else (count > 16 ? float32_2 : float32_1)(rows, &panel, c);
             finish_tile(linear, c, count, number, out + row * n, n, residual + (residual ? row * n : 0));
         }
     }
     _tile_release();
 }
 
+#undef ZERO_SUMS
 #undef LOAD_X
 #undef LOAD_W
 #undef MULTIPLY
+#undef FOR_ROWS
 #else
 #define HAS_AMX 0
 #endif

@@ -55,8 +55,6 @@ typedef struct {
     float *queries, *sums, *highest, *total, *scores, *keys, *values;
 } Rows;
 
-ALWAYS_INLINE size_t whole(size_t size, size_t unit) { return (size + unit - 1) / unit * unit; }
-
 static size_t lay_out_rows(const AttentionShape *shape, char *memory, Rows *rows) {
     size_t count = shape->heads > UNIT_ROWS ? shape->heads : UNIT_ROWS;
     if (shape->heads / shape->kv_heads > UNIT_ROWS) count = shape->heads;

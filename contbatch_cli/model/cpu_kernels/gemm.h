@@ -1,8 +1,9 @@
 /* Matrix products with weights packed once.
  *
- * Shapes: x [M, K] row-major, weight [N, K], output [M, N]. Packed weight: panels of PANEL columns, [N / PANEL][K][PANEL], the last
- * one filled up with zeros. An output element is one sum over k in ascending order with fused multiply-adds, whatever M is, so a
- * row's result does not depend on the rows beside it.
+ * Shapes: x [M, K] row-major, weight [N, K], output [M, N]. Packed weight: panels of PANEL columns, the last one filled up with zeros:
+ * [N / PANEL][K][PANEL] in float32, and [N / PANEL][K / 2][PANEL][2] in bfloat16, K filled up to whole BLOCKs with zeros, for weights that
+ * bfloat16 holds exactly: half the bytes for the same numbers. An output element is one sum over k in ascending order with fused
+ * multiply-adds in float32, whatever M is and in either form, so a row's result does not depend on the rows beside it.
  *
  * A panel stays in the second-level cache while all rows pass by; meanwhile the next one is prefetched, so that with few rows the
  * weights stream at memory speed. */
@@ -11,13 +12,21 @@
 
 typedef enum { STORE = 0, ADD = 1, SILU_GATE = 2, GELU_TANH_GATE = 3 } Epilogue;
 
+typedef enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 } Format;
+#define BLOCK 32 /* inputs; a bfloat16 panel has whole ones */
+
 typedef struct {
-    const void *packed; /* float, or of 8 bits (int8.h) */
-    const float *bias;  /* [N] or null; for the gates: in the packed order, filled up to whole panels */
-    const float *scales; /* null for float weights; else one for each packed column, filled up to whole panels */
-    int32_t k, n;      /* n: output columns (for the gates, half the packed columns) */
-    int32_t epilogue;
+    const void *packed;  /* in `format` (INT8: int8.h) */
+    const float *bias;   /* [N] or null; for the gates: in the packed order, filled up to whole panels */
+    const float *scales; /* of INT8: one for each packed column, filled up to whole panels; else null */
+    int32_t k, n;        /* n: output columns (for the gates, half the packed columns) */
+    int32_t epilogue, format;
 } Linear;
+
+ALWAYS_INLINE size_t panel_bytes(const Linear *linear) {
+    size_t k = linear->k;
+    return PANEL * (linear->format == BFLOAT16 ? 2 * whole(k, BLOCK) : 4 * k);
+}
 
 ALWAYS_INLINE int num_panels(const Linear *linear) {
     int width = linear->epilogue >= SILU_GATE ? LANES : PANEL;
@@ -47,14 +56,46 @@ ALWAYS_INLINE void kernel(const int rows, const float *restrict a, ptrdiff_t lda
     }
 }
 
+/* The same with a bfloat16 panel: a pair of neighbouring inputs lies in each 32 bits, the first in the lower half. */
+ALWAYS_INLINE void kernel16(const int rows, const float *restrict a, ptrdiff_t lda, const uint32_t *restrict panel, int k_size,
+                            const char *prefetch, ptrdiff_t prefetch_step, float *restrict c) {
+    vec sums[TILE_ROWS][2];
+    UNROLL for (int m = 0; m < rows; m++) sums[m][0] = sums[m][1] = (vec){0};
+    for (int k = 0; k < k_size; k += 2, panel += PANEL, prefetch += prefetch_step) {
+        vec b0 = (vec)(load_int(panel) << 16), b1 = (vec)(load_int(panel + LANES) << 16);
+        __builtin_prefetch(prefetch, 0, 2);
+        UNROLL for (int m = 0; m < rows; m++) {
+            float x = a[m * lda + k];
+            sums[m][0] += x * b0;
+            sums[m][1] += x * b1;
+        }
+        if (k + 1 == k_size) break;
+        b0 = (vec)(load_int(panel) & (int32_t)0xffff0000), b1 = (vec)(load_int(panel + LANES) & (int32_t)0xffff0000);
+        UNROLL for (int m = 0; m < rows; m++) {
+            float x = a[m * lda + k + 1];
+            sums[m][0] += x * b0;
+            sums[m][1] += x * b1;
+        }
+    }
+    UNROLL for (int m = 0; m < rows; m++) {
+        store(c + m * PANEL, sums[m][0]);
+        store(c + m * PANEL + LANES, sums[m][1]);
+    }
+}
+
 typedef void (*kernel_function)(const float *, ptrdiff_t, const float *, ptrdiff_t, int, const char *, ptrdiff_t, float *, ptrdiff_t,
                                 int);
+typedef void (*kernel16_function)(const float *, ptrdiff_t, const uint32_t *, int, const char *, ptrdiff_t, float *);
 
 #define KERNEL(rows)                                                                                                             \
     static __attribute__((noinline)) void kernel_##rows(const float *a, ptrdiff_t lda, const float *panel, ptrdiff_t ldp, int k, \
                                                         const char *prefetch, ptrdiff_t step, float *c, ptrdiff_t ldc,           \
                                                         int accumulate) {                                                        \
         kernel(rows, a, lda, panel, ldp, k, prefetch, step, c, ldc, accumulate);                                                 \
+    }                                                                                                                            \
+    static __attribute__((noinline)) void kernel16_##rows(const float *a, ptrdiff_t lda, const uint32_t *panel, int k,           \
+                                                          const char *prefetch, ptrdiff_t step, float *c) {                      \
+        kernel16(rows, a, lda, panel, k, prefetch, step, c);                                                                     \
     }
 KERNEL(1) KERNEL(2) KERNEL(3) KERNEL(4) KERNEL(5) KERNEL(6)
 #if TILE_ROWS > 6
@@ -64,15 +105,17 @@ KERNEL(7) KERNEL(8) KERNEL(9) KERNEL(10) KERNEL(11) KERNEL(12)
 KERNEL(13) KERNEL(14)
 #endif
 
-static const kernel_function kernels[TILE_ROWS + 1] = {
-    0, kernel_1, kernel_2, kernel_3, kernel_4, kernel_5, kernel_6,
-#if TILE_ROWS > 6
-    kernel_7, kernel_8, kernel_9, kernel_10, kernel_11, kernel_12,
-#endif
 #if TILE_ROWS > 12
-    kernel_13, kernel_14,
+#define EACH_HEIGHT(name) {0, name##_1, name##_2, name##_3, name##_4, name##_5, name##_6, name##_7, name##_8, name##_9, name##_10, \
+                           name##_11, name##_12, name##_13, name##_14}
+#elif TILE_ROWS > 6
+#define EACH_HEIGHT(name) {0, name##_1, name##_2, name##_3, name##_4, name##_5, name##_6, name##_7, name##_8, name##_9, name##_10, \
+                           name##_11, name##_12}
+#else
+#define EACH_HEIGHT(name) {0, name##_1, name##_2, name##_3, name##_4, name##_5, name##_6}
 #endif
-};
+static const kernel_function kernels[TILE_ROWS + 1] = EACH_HEIGHT(kernel);
+static const kernel16_function kernels16[TILE_ROWS + 1] = EACH_HEIGHT(kernel16);
 
 /* What becomes of a tile [rows, PANEL] of sums: scales, bias, then into `out` by the kind of linear. */
 static void finish_tile(const Linear *linear, const float *tile, int rows, int panel, float *out, ptrdiff_t ldo,
@@ -118,7 +161,8 @@ typedef struct {
 } Tiling;
 
 /* An item: `count` rows from `first` on, in `tiles` tiles of about the same height, times one panel. `step`: bytes of the next panel
- * that are prefetched for each PANEL * 4 bytes of this one, so that all tiles together fetch it. */
+ * that are prefetched for each PANEL * 4 bytes of this one, so that all tiles together fetch it. (Of a bfloat16 panel these are two
+ * inputs.) */
 typedef struct {
     int panel, first, count, tiles;
     ptrdiff_t step;
@@ -142,16 +186,17 @@ static Block block_of(const Tiling *tiling, int item) {
 static void float_phase(Worker *worker, const Linear *linear, const float *x, int m_size, float *out, const float *residual) {
     float tile[TILE_ROWS * PANEL] ALIGNED;
     Tiling tiling = tiling_of(linear, m_size, 4 * linear->k);
-    int k = linear->k, n = linear->n, victim = 0, item;
-    size_t panel_size = (size_t)k * PANEL;
+    int k = linear->k, n = linear->n, victim = 0, item, is_half = linear->format == BFLOAT16;
+    size_t panel_size = panel_bytes(linear), lines = is_half ? (k + 1) / 2 : k;
     while ((item = next_item(worker, tiling.panels * tiling.blocks, &victim)) >= 0) {
         Block block = block_of(&tiling, item);
-        const float *weights = (const float *)linear->packed + block.panel * panel_size;
-        const char *next = (const char *)(weights + panel_size);
+        const char *weights = (const char *)linear->packed + block.panel * panel_size, *next = weights + panel_size;
         for (int t = 0; t < block.tiles; t++) {
             int low = block.count * t / block.tiles, high = block.count * (t + 1) / block.tiles;
             size_t row = (size_t)(block.first + low);
-            kernels[high - low](x + row * k, k, weights, PANEL, k, next + t * k * block.step, block.step, tile, PANEL, 0);
+            const char *ahead = next + t * lines * block.step;
+            if (is_half) kernels16[high - low](x + row * k, k, (const uint32_t *)weights, k, ahead, block.step, tile);
+            else kernels[high - low](x + row * k, k, (const float *)weights, PANEL, k, ahead, block.step, tile, PANEL, 0);
             finish_tile(linear, tile, high - low, block.panel, out + row * n, n, residual + (residual ? row * n : 0));
         }
     }
@@ -164,4 +209,26 @@ static void pack_panels(const float *weight, int n, int k, float *packed) {
             for (int j = 0; j < PANEL; j++) *packed++ = first + j < n ? weight[(size_t)(first + j) * k + i] : 0.0f;
 }
 
+/* Whether bfloat16 holds all of `size` values exactly. */
+static int fits_bfloat16(const float *values, size_t size) {
+    uint32_t lost = 0, bits;
+    for (size_t i = 0; i < size && !lost;)
+        for (size_t end = i + 4096 < size ? i + 4096 : size; i < end; i++) {
+            memcpy(&bits, values + i, sizeof bits);
+            lost |= bits & 0xffff;
+        }
+    return !lost;
+}
+
+/* Likewise in bfloat16, which holds all of `weight` exactly: packed [ceil(N / PANEL)][ceil(K / BLOCK) * BLOCK / 2][PANEL][2]. */
+static void pack_panels16(const float *weight, int n, int k, uint16_t *packed) {
+    for (int first = 0; first < n; first += PANEL)
+        for (int i = 0; i < (int)whole(k, BLOCK); i += 2)
+            for (int j = 0; j < PANEL; j++)
+                for (int half = 0; half < 2; half++) {
+                    uint32_t bits = 0;
+                    if (first + j < n && i + half < k) memcpy(&bits, weight + (size_t)(first + j) * k + i + half, sizeof bits);
+                    *packed++ = (uint16_t)(bits >> 16);
+                }
+}
 #endif

@@ -73,6 +73,13 @@ int contbatch_panel(void) { return PANEL; }
 
 void contbatch_pack(const float *weight, int n, int k, float *packed) { pack_panels(weight, n, k, packed); }
 
+void contbatch_pack16(const float *weight, int n, int k, uint16_t *packed) { pack_panels16(weight, n, k, packed); }
+
+/* Inputs that a bfloat16 panel is filled up to a multiple of. */
+int contbatch_block(void) { return BLOCK; }
+
+int contbatch_fits_bfloat16(const float *values, size_t size) { return fits_bfloat16(values, size); }
+
 void contbatch_pack_int8(const int8_t *weight, int n, int k, uint8_t *packed) { pack_int8_panels(weight, n, k, packed); }
 
 /* Advice only: the part of `memory` that consists of whole huge pages of 2 MiB. */

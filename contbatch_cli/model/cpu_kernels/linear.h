@@ -5,7 +5,7 @@
 /* Bytes of working memory that a linear needs for `rows` rows. */
 static size_t linear_scratch(const Linear *linear, int rows) {
     Quantised quantised;
-    if (linear->scales) return lay_out_quantised(rows, linear->k, 0, &quantised);
+    if (linear->format == INT8) return lay_out_quantised(rows, linear->k, 0, &quantised);
 #if HAS_AMX
     Parts parts;
     if (amx_is_on) return lay_out_parts(rows, linear->k, 0, &parts);
@@ -17,7 +17,7 @@ static size_t linear_scratch(const Linear *linear, int rows) {
  * after the next barrier; `scratch` holds `linear_scratch` bytes that no one else uses until then. */
 static void linear_phase(Worker *worker, const Linear *linear, const float *x, int m_size, float *out, const float *residual,
                          char *scratch) {
-    if (linear->scales) {
+    if (linear->format == INT8) {
         Quantised quantised;
         lay_out_quantised(m_size, linear->k, scratch, &quantised);
         quantise_phase(worker, x, m_size, linear->k, &quantised);

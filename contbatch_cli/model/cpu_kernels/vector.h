@@ -36,9 +36,12 @@ typedef float vec_unaligned __attribute__((vector_size(LANES * 4), aligned(4)));
 
 ALWAYS_INLINE vec load(const float *p) { return *(const vec_unaligned *)p; }
 ALWAYS_INLINE void store(float *p, vec v) { *(vec_unaligned *)p = v; }
+ALWAYS_INLINE ivec load_int(const void *p) { return (ivec)load(p); }
 ALWAYS_INLINE vec splat(float x) { return x - (vec){0}; }
 ALWAYS_INLINE vec select_vec(ivec mask, vec yes, vec no) { return (vec)(((ivec)yes & mask) | ((ivec)no & ~mask)); }
 ALWAYS_INLINE vec max_vec(vec a, vec b) { return select_vec(a > b, a, b); }
+
+ALWAYS_INLINE size_t whole(size_t size, size_t unit) { return (size + unit - 1) / unit * unit; }
 
 ALWAYS_INLINE vec lane_numbers(void) {
     vec v;
