@@ -68,9 +68,9 @@ class TextModel:
     adapters: Mapping[str, Path] = field(default_factory=dict)
 
     @property
-    def num_parameters(self) -> int:
-        """Those of the model and of its adapters, all of which are loaded."""
-        return self.info.num_parameters + sum(map(num_adapter_parameters, self.adapters.values()))
+    def num_adapter_parameters(self) -> int:
+        """Those of all adapters, which are loaded beside the model's own."""
+        return sum(map(num_adapter_parameters, self.adapters.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,19 +160,32 @@ def device_kind(config: ModelConfig) -> str:
     return config.device.partition(":")[0]
 
 
-def device_memory(config: ModelConfig, model: TextModel) -> DeviceMemory:
+def device_memory(config: Config, model: TextModel) -> DeviceMemory:
     """What will be free on the device once the weights are there, those of adapters too. Imports torch for a CUDA device."""
-    kind = device_kind(config)
-    free_bytes = _cuda_free_bytes(config) if kind == "cuda" else None
+    kind = device_kind(config.model)
+    free_bytes = _cuda_free_bytes(config.model) if kind == "cuda" else None
     if free_bytes is None:
         kind, free_bytes = "cpu", machine.free_memory_bytes()
     return DeviceMemory(kind, max(free_bytes - weights_bytes(config, kind, model), 0))
 
 
-def weights_bytes(config: ModelConfig, kind: str, model: TextModel) -> int:
-    if config.weights == "int8":
-        return model.num_parameters + model.info.vocab_size * model.info.hidden_size * DTYPE_BYTES["float32"]
-    return model.num_parameters * DTYPE_BYTES[dtype_name(config, kind, model.info)]
+def weights_bytes(config: Config, kind: str, model: TextModel) -> int:
+    info, dtype = model.info, dtype_name(config.model, kind, model.info)
+    each = DTYPE_BYTES["bfloat16" if stays_bfloat16(config, kind, info) else dtype]
+    own = info.num_parameters * each
+    if config.model.weights == "int8":
+        own = info.num_parameters + info.vocab_size * info.hidden_size * each
+    return own + model.num_adapter_parameters * DTYPE_BYTES[dtype]
+
+
+def stays_bfloat16(config: Config, kind: str, info: ModelInfo) -> bool:
+    """Whether weights stored as bfloat16 are kept in 16 bits although the arithmetic is float32, of which they are a part.
+
+    The compiled kernels do it, where there is a compiler for them.
+    """
+    is_wanted = kind == "cpu" and info.is_all_bfloat16 and dtype_name(config.model, kind, info) == "float32"
+    has_own_layers = not config.engine.deterministic and config.model.tensor_parallel == 1
+    return is_wanted and has_own_layers and config.model.attention in ("auto", "cpu", "cpu_native") and machine.has_kernels()
 
 
 def _cuda_free_bytes(config: ModelConfig) -> int | None:
@@ -387,7 +400,8 @@ def build_executor(job: Job) -> Executor:
         settings = replace(settings, attention="deterministic")
     if settings.tensor_parallel > 1:
         split = _load_split(job)
-    loaded = split.loaded if split else load_model(job.model.info.path, settings, job.model.adapters)
+    as_stored = stays_bfloat16(job.config, job.memory.kind, job.model.info)
+    loaded = split.loaded if split else load_model(job.model.info.path, settings, job.model.adapters, as_stored)
     model, how = loaded.model, f"attention {loaded.attention_choice}"
     if job.config.engine.deterministic:
         model, tiles = make_deterministic(loaded.model, loaded.layers, loaded.dtype, job.sizes.token_budget)
@@ -395,7 +409,7 @@ def build_executor(job: Job) -> Executor:
     elif split is not None:
         how = f"{split}, {how}"
     elif is_int8 or (loaded.device.type == "cpu" and loaded.attention_choice in ("cpu", "cpu_native")):
-        how += f", {pack_model(model, loaded.attention_choice, is_int8)}"
+        how += f", {pack_model(model, loaded.attention_choice, is_int8, loaded.dtype)}"
     _check_windows(job, loaded)
     sizes, own = job.sizes, _window_pool(job)
     cache = KVCache(loaded.layers, sizes.num_blocks, sizes.block_size, loaded.dtype, loaded.device, own)

@@ -47,7 +47,7 @@ class ModelReplicaBuilder:
 
     def probe(self) -> tuple[DeviceMemory, str]:
         model = build.open_model(self.config.model)
-        return build.device_memory(self.config.model, model), model.info.fingerprint
+        return build.device_memory(self.config, model), model.info.fingerprint
 
     def build(self, sizes: Sizes, clock: Clock) -> tuple[Replica, str]:
         model = build.open_model(self.config.model)
@@ -73,7 +73,7 @@ def _job_without_rows(config: Config, model: TextModel, sizes: Sizes) -> Job:
         raise AssertionError(f"a replica was given row {row.index} to prepare")
 
     rows = JobRows(RowReader(iter(()), is_live=False), no_row, lambda fault: None)
-    memory = build.device_memory(config.model, model)
+    memory = build.device_memory(config, model)
     return Job(
         config, model, rows, JobQueue(rows, 1), Choice("input", "as sent"), sizes, memory, build.layer_windows(model.info)
     )
@@ -113,7 +113,7 @@ class Replicas:
         """What each replica will have: the least of any, where some share a machine's memory each with a part of it."""
         probes = self._pool.probes()
         kind = probes[0].memory.kind
-        return DeviceMemory(kind, least_bytes(probes, build.weights_bytes(self._config.model, kind, model)))
+        return DeviceMemory(kind, least_bytes(probes, build.weights_bytes(self._config, kind, model)))
 
     def executor(self, job: Job) -> Executor:
         """Lets the replicas load; done once the first of them has."""
@@ -158,7 +158,7 @@ def memory_of_each(config: Config, memory: DeviceMemory, model: TextModel) -> De
     if not wants_replicas(config):
         return memory
     probes = [Probe("", memory, "")] * rehearsed_replicas(config)
-    return DeviceMemory(memory.kind, least_bytes(probes, build.weights_bytes(config.model, memory.kind, model)))
+    return DeviceMemory(memory.kind, least_bytes(probes, build.weights_bytes(config, memory.kind, model)))
 
 
 def rehearsed_replicas(config: Config) -> int:

@@ -1,8 +1,10 @@
-"""What this machine has, without torch: memory that is free for us, and whether there is a CUDA device."""
+"""What this machine has, without torch: memory that is free for us, a C compiler, and whether there is a CUDA device."""
 
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -21,6 +23,25 @@ def num_threads() -> int:
         if value.isdecimal() and int(value) > 0:
             return int(value)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def c_compiler() -> tuple[str, ...] | None:
+    """The C compiler's command: the environment's CC, else the first of cc, gcc and clang; None where there is none of them."""
+    chosen = shlex.split(os.environ.get("CC", ""))
+    if chosen and shutil.which(chosen[0]):
+        return tuple(chosen)
+    return next(((name,) for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+
+
+def wanted_kernels() -> str:
+    """The environment's word on the compiled kernels: `off` for none of them, `no-amx` for those without the matrix unit."""
+    word = os.environ.get("CONTBATCH_KERNELS", "").lower()
+    return "off" if word in ("0", "no") else word
+
+
+def has_kernels() -> bool:
+    """Whether the compiled kernels for a CPU are wanted and there is what compiles them."""
+    return wanted_kernels() != "off" and os.name == "posix" and c_compiler() is not None
 
 
 def has_cuda() -> bool:

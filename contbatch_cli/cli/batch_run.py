@@ -186,7 +186,7 @@ class BatchRun:
     def prepare(self, replicas: Replicas | None = None) -> None:
         """Repair or begin the output, and read the first window of rows."""
         effective, inputs, self._replicas = self._asked.effective, self._asked.inputs, replicas
-        memory = replicas.memory(self._model) if replicas else build.device_memory(effective.config.model, self._model)
+        memory = replicas.memory(self._model) if replicas else build.device_memory(effective.config, self._model)
         size = effective.config.model.tensor_parallel
         if self._asked.options.verify and size > 1 and memory.kind == "cuda":
             raise UsageError(f"--verify: a row is run alone on one device, and the model is on {size} (model.tensor_parallel)")

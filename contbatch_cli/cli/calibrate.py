@@ -49,7 +49,7 @@ def calibrate(config: ConfigFile = None, assignments: Assignments = None, model:
     """Measure this machine and model for the rehearsal's clock; takes less than a minute once the model is loaded."""
     effective = effective_config(config, assignments, model=model)
     text_model = build.open_model(effective.config.model)
-    memory = build.device_memory(effective.config.model, text_model)
+    memory = build.device_memory(effective.config, text_model)
     num_blocks = _num_blocks(effective.config, text_model, memory)
     effective = effective_config(config, [*(assignments or ()), f"cache.num_blocks={num_blocks}"], model=model)
     job = build.without_windows(_job(effective, text_model, memory))

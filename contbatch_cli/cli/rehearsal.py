@@ -124,7 +124,7 @@ def rehearsal_memory(config: Config, model: TextModel) -> DeviceMemory:
     """The memory that a real run would find. A GPU's cannot be asked without torch: a middling one is assumed."""
     if device_kind(config.model) == "cuda":
         return DeviceMemory("cuda", ASSUMED_GPU_BYTES)
-    return device_memory(config.model, model)
+    return device_memory(config, model)
 
 
 def calibration_path(config: Config, info: ModelInfo, kind: str) -> Path:

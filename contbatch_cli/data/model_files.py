@@ -61,6 +61,7 @@ class ModelInfo:
     num_parameters: int
     weights_bytes: int
     weights_dtype: str
+    is_all_bfloat16: bool
     fingerprint: str
     layer_windows: tuple[int | None, ...] = ()
     rope_type: str = "default"
@@ -123,6 +124,7 @@ def _model_info(path: Path, outer: Json) -> ModelInfo:
         num_parameters=sum(_num_elements(tensor) for header in headers.values() for tensor in header.values()),
         weights_bytes=sum(_num_bytes(tensor) for header in headers.values() for tensor in header.values()),
         weights_dtype=_main_dtype(headers, config),
+        is_all_bfloat16={tensor["dtype"] for header in headers.values() for tensor in header.values()} == {"BF16"},
         fingerprint=fingerprint(path),
         layer_windows=_layer_windows(config, model_type, layers),
         rope_type=rope_type,

@@ -63,9 +63,13 @@ class LoadedModel:
     adapters: Adapters | None = None
 
 
-def load_model(directory: Path, settings: ModelConfig, adapters: Mapping[str, Path] | None = None) -> LoadedModel:
+def load_model(
+    directory: Path, settings: ModelConfig, adapters: Mapping[str, Path] | None = None, as_stored: bool = False
+) -> LoadedModel:
     """The model in `directory`, a Hugging Face directory with config.json and safetensors, and its LoRA adapters by name.
 
+    `as_stored` is for a directory whose weights are all bfloat16: for a float32 model they then stay so, in half the memory, and
+    `pack_model` makes float32 of them layer by layer before anything is computed with them.
     Raises UsageError, naming the model and the reason, for a directory that holds no model or one that cannot be run.
     transformers' own warnings and progress bars are silenced for the process.
     """
@@ -79,7 +83,7 @@ def load_model(directory: Path, settings: ModelConfig, adapters: Mapping[str, Pa
     refuse_quantisation(config, device)
     checkpoints = {name: read_checkpoint(name, path) for name, path in (adapters or {}).items()}
     is_checked = check_class(config, settings.trust_remote_code)
-    model = _read_weights(directory, config, device, _DTYPES[dtype_choice], settings)
+    model = _read_weights(directory, config, device, _DTYPES[dtype_choice], settings, as_stored)
     if not is_checked:
         check_model(model)
     calls = layers_of(model, device)
@@ -97,7 +101,7 @@ def load_model(directory: Path, settings: ModelConfig, adapters: Mapping[str, Pa
         device_choice=device_choice,
         dtype_choice=dtype_choice,
         attention_choice=attention_choice,
-        adapters=Adapters(model, checkpoints) if checkpoints else None,
+        adapters=Adapters(model, checkpoints, _DTYPES[dtype_choice]) if checkpoints else None,
     )
 
 
@@ -185,9 +189,23 @@ def _refused(name: str, reason: str, advice: str) -> UsageError:
 
 
 def _read_weights(
-    directory: Path, config: PretrainedConfig, device: torch.device, dtype: torch.dtype, settings: ModelConfig
+    directory: Path,
+    config: PretrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    settings: ModelConfig,
+    as_stored: bool = False,
 ) -> Any:
-    """The model, in eval mode, or this rank's part of it. bfloat16 weights become float32 exactly."""
+    """The model, in eval mode, or this rank's part of it. bfloat16 weights become float32 exactly, or, `as_stored`, stay so.
+
+    A model that computes constants of its own in its dtype would have them rounded: it is not left as stored.
+    """
+    if as_stored and dtype == torch.float32:
+        model = _read_weights(directory, config, device, torch.bfloat16, settings)
+        model.config.dtype = dtype
+        if all(buffer.dtype == torch.float32 for buffer in model.buffers() if buffer.is_floating_point()):
+            return model
+        del model
     try:
         model = AutoModelForCausalLM.from_pretrained(
             directory,

@@ -123,12 +123,12 @@ def adapting(plan: AdapterPlan | None) -> Iterator[None]:
 class Adapters:
     """The adapters of a model, on its device. Made once; from then on the model's adapted linears look for a plan."""
 
-    def __init__(self, model: nn.Module, checkpoints: Mapping[str, AdapterCheckpoint]) -> None:
-        """Raises UsageError for an adapter that does not fit the model."""
+    def __init__(self, model: nn.Module, checkpoints: Mapping[str, AdapterCheckpoint], dtype: torch.dtype) -> None:
+        """`dtype` is that of the arithmetic. Raises UsageError for an adapter that does not fit the model."""
         parts: dict[str, dict[str, LoraPart]] = {}
         for name, checkpoint in checkpoints.items():
             for module, part in checkpoint.parts().items():
-                parts.setdefault(module, {})[name] = _fitted(model, name, module, part)
+                parts.setdefault(module, {})[name] = _fitted(model, name, module, part, dtype)
         self.names = frozenset(checkpoints)
         output = model.get_output_embeddings()  # type: ignore[operator]
         for name, by_adapter in parts.items():
@@ -274,8 +274,8 @@ def _of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?(?:{pattern})$", module)), default)
 
 
-def _fitted(model: nn.Module, adapter: str, name: str, part: LoraPart) -> LoraPart:
-    """The part on the model's device and in its type. Raises UsageError when the model has no such linear."""
+def _fitted(model: nn.Module, adapter: str, name: str, part: LoraPart, dtype: torch.dtype) -> LoraPart:
+    """The part on the model's device, in `dtype`. Raises UsageError when the model has no such linear."""
 
     def refusal(reason: str) -> UsageError:
         return UsageError(f"model.adapters.{adapter} does not fit {type(model).__name__}: {reason}")
@@ -291,6 +291,6 @@ def _fitted(model: nn.Module, adapter: str, name: str, part: LoraPart) -> LoraPa
     sizes = (module.nx, module.nf) if isinstance(module, Conv1D) else (module.in_features, module.out_features)
     if (part.down.shape[1], part.up.shape[0]) != sizes:
         raise refusal(f"{name} takes {sizes[0]} to {sizes[1]}, the adapter's {part.down.shape[1]} to {part.up.shape[0]}")
-    device, dtype = module.weight.device, model.dtype
-    assert isinstance(device, torch.device) and isinstance(dtype, torch.dtype)
+    device = module.weight.device
+    assert isinstance(device, torch.device)
     return part._replace(down=part.down.to(device, dtype), up=part.up.to(device, dtype))

@@ -22,13 +22,9 @@ from contbatch_cli.model import cpu_kernels
 from contbatch_cli.model.attention import AttentionVariant, CachedStep, Step, attending, cpu_native, current_step
 from contbatch_cli.model.attention.reference import attend_one
 from contbatch_cli.model.kv_cache import KVCache, LayerShape
-from contbatch_cli.model.memory import release_unused
 from contbatch_cli.model.packed_linear import concatenated
 
 logger = logging.getLogger(__name__)
-
-RELEASE_EVERY = 8
-"""Layers after whose swap the memory of their old weights is given back: both copies of these are held until then."""
 
 TOLERANCE = 2e-4
 """Of the layer's largest output: what a layer and its replacement may differ by."""
@@ -131,26 +127,16 @@ def _interleaved(values: torch.Tensor, half: int) -> torch.Tensor:
     return padded.view(2, -1, half, *values.shape[1:]).transpose(0, 1).reshape(-1, *values.shape[1:])
 
 
-def swap_layers(model: nn.Module, is_int8: bool = False) -> int:
-    """Swap what can be swapped among the model's decoder layers, float32 on a CPU; gives how many were.
+@torch.inference_mode()
+def swap_layer(model: nn.Module, layers: nn.ModuleList, index: int, is_int8: bool = False) -> bool:
+    """Swap a decoder layer of the model, float32 on a CPU, if that can be done; whether it was.
 
-    With `is_int8` the replacements keep their weights in 8 bits, once they have shown with float32 weights that they agree.
-    From then on the model runs with the attention backend `cpu_native` only.
+    With `is_int8` the replacement keeps its weights in 8 bits, once one with the weights as they are has shown that it agrees. The
+    model then runs with the attention backend `cpu_native` only.
     """
     library = cpu_kernels.library()
-    layers = getattr(getattr(model, "model", None), "layers", None)
-    if library is None or not isinstance(layers, nn.ModuleList):
-        return 0
-    num_swapped = 0
-    for index in range(len(layers)):
-        num_swapped += _swap(library, model, layers, index, is_int8)
-        if index % RELEASE_EVERY == RELEASE_EVERY - 1:
-            release_unused(torch.device("cpu"))
-    return num_swapped
-
-
-@torch.inference_mode()
-def _swap(library: cpu_kernels.Library, model: nn.Module, layers: nn.ModuleList, index: int, is_int8: bool) -> bool:
+    if library is None:
+        return False
     layer = layers[index]
     if not _is_common_kind(layer):
         return False

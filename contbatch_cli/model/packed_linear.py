@@ -64,6 +64,19 @@ class PackedEmbedding(nn.Module):
         return self._head.packed.rows(ids)
 
 
+class ShortEmbedding(nn.Module):
+    """Ids [...] to [..., K] in `dtype` from a weight [N, K] that is kept in a shorter type, which holds it exactly."""
+
+    def __init__(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.num_embeddings = weight.shape[0]
+        self._weight = weight.detach().clone()
+        self._dtype = dtype
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(ids, self._weight).to(self._dtype)
+
+
 class OneDnnLinear(nn.Module):
     """x [..., K] to [..., N] with oneDNN's packed weight."""
 

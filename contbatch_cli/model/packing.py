@@ -1,4 +1,7 @@
-"""Makes a loaded model fast on a CPU, in place: decoder layers run as kernels, other linears are packed, each weight has one copy."""
+"""Makes a loaded model fast on a CPU, in place: decoder layers run as kernels, other linears are packed, each weight has one copy.
+
+This goes layer by layer, so that beside the finished ones there is at no time more than a few layers' worth of weights in float32.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,12 @@ from transformers import PreTrainedModel
 
 from contbatch_cli.model import cpu_kernels
 from contbatch_cli.model.memory import release_unused
-from contbatch_cli.model.native_layer import swap_layers
-from contbatch_cli.model.packed_linear import NativeLinear, PackedEmbedding, pack_linears
+from contbatch_cli.model.native_layer import swap_layer
+from contbatch_cli.model.packed_linear import NativeLinear, PackedEmbedding, ShortEmbedding, pack_linears
 from contbatch_cli.units import counted
+
+RELEASE_EVERY = 8
+"""Layers after which the memory of their old weights is given back: both copies of these are held until then."""
 
 
 class Packing(NamedTuple):
@@ -32,24 +38,56 @@ class Packing(NamedTuple):
         return f"{counted(self.num_layers, 'layer')} native, {counted(self.num_linears, 'weight')} packed ({kind})"
 
 
-def pack_model(model: PreTrainedModel, backend: str, is_int8: bool = False) -> Packing:
+def pack_model(model: PreTrainedModel, backend: str, is_int8: bool = False, dtype: torch.dtype = torch.float32) -> Packing:
     """Pack a model that lies on a CPU and runs with that attention backend. The original weights are given up.
 
-    With `is_int8`, which needs the compiled kernels and a float32 model, the weights of all linear layers are rounded to 8 bits; an
-    embedding stays as it was, also where the LM head has its weight.
+    Weights that were left as stored, in bfloat16, become `dtype`, that of the arithmetic, before they are packed. With `is_int8`, which
+    needs the compiled kernels and a float32 model, the weights of all linear layers are rounded to 8 bits; an embedding stays as it
+    was, also where the LM head has its weight.
     """
     assert not is_int8 or cpu_kernels.library() is not None
-    num_layers = swap_layers(model, is_int8) if backend == "cpu_native" else 0
-    is_tied = _is_tied(model)
-    packing = Packing(num_layers, pack_linears(model, is_int8), is_int8)
+    num_layers = num_linears = 0
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    for index in range(len(layers) if isinstance(layers, nn.ModuleList) else 0):
+        _widen(layers[index], dtype)
+        if backend == "cpu_native" and swap_layer(model, layers, index, is_int8):
+            num_layers += 1
+        else:
+            num_linears += pack_linears(layers[index], is_int8)
+        if index % RELEASE_EVERY == RELEASE_EVERY - 1:
+            release_unused(torch.device("cpu"))
+    is_tied = _has_plain_embedding(model) and _is_tied(model)
+    if _has_plain_embedding(model) and (is_int8 or not is_tied):
+        _keep_short(model, dtype)
+    _widen(model, dtype)
+    num_linears += pack_linears(model, is_int8)
     if is_tied and not is_int8 and isinstance(head := model.get_output_embeddings(), NativeLinear):
         model.set_input_embeddings(PackedEmbedding(head))
     release_unused(torch.device("cpu"))
-    return packing
+    return Packing(num_layers, num_linears, is_int8)
+
+
+def _widen(module: nn.Module, dtype: torch.dtype) -> None:
+    """Make `dtype` of the weights that are shorter, exactly."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and parameter.dtype.itemsize < dtype.itemsize:
+            parameter.data = parameter.data.to(dtype)
+
+
+def _has_plain_embedding(model: PreTrainedModel) -> bool:
+    """Whether ids are looked up and nothing more, and nobody (an adapter) listens."""
+    embedding = model.get_input_embeddings()
+    return type(embedding) is nn.Embedding and embedding.max_norm is None and not embedding._forward_hooks
 
 
 def _is_tied(model: PreTrainedModel) -> bool:
-    """Whether a plain embedding that nobody (an adapter) listens to has the LM head's very weight."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    is_plain = type(embedding) is nn.Embedding and type(head) is nn.Linear and embedding.max_norm is None
-    return is_plain and embedding.weight is head.weight and not embedding._forward_hooks
+    """Whether the embedding has the LM head's very weight."""
+    head = model.get_output_embeddings()
+    return type(head) is nn.Linear and model.get_input_embeddings().weight is head.weight
+
+
+def _keep_short(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Leave an embedding as stored where that is shorter than `dtype`: rows are made longer as they are looked up."""
+    weight = model.get_input_embeddings().weight
+    if isinstance(weight, torch.Tensor) and weight.dtype.itemsize < dtype.itemsize:
+        model.set_input_embeddings(ShortEmbedding(weight, dtype))

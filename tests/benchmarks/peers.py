@@ -45,7 +45,7 @@ def contbatch(arguments: argparse.Namespace) -> Engine:
     effective = load_config(assignments=[f"model.name={arguments.model}", *arguments.set])
     model = build.open_model(effective.config.model)
     inputs = build.Inputs((arguments.workload,), InputOptions())
-    memory = build.device_memory(effective.config.model, model)
+    memory = build.device_memory(effective.config, model)
 
     def prepare() -> build.Job:
         return build.prepare_job(effective, inputs, model, memory, lambda fault: sys.exit(fault.message))

@@ -50,7 +50,7 @@ class Jobs:
     def _prepare(self, settings: list[str]) -> build.Job:
         effective = load_config(assignments=["model.dtype=float32", *self._common, *settings])
         model = build.open_model(effective.config.model)
-        memory = build.device_memory(effective.config.model, model)
+        memory = build.device_memory(effective.config, model)
         return build.prepare_job(effective, self._inputs, model, memory, lambda fault: sys.exit(fault.message))
 
     def run(self, settings: list[str]) -> tuple[float, MetricsSnapshot]:

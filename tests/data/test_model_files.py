@@ -42,6 +42,7 @@ def test_the_default_model():
     assert (model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim, model.hidden_size) == (30, 9, 3, 64, 576)
     assert (model.max_context, model.eos_token_ids, model.bos_token_id) == (8192, (2,), 1)
     assert (model.num_parameters, model.weights_bytes, model.weights_dtype) == (134_515_008, 269_030_016, "bfloat16")
+    assert model.is_all_bfloat16
     assert model.kv_bytes_per_token(4) == 30 * 2 * 3 * 64 * 4
     assert model.layer_windows == (None,) * 30 and model.rope_limit_tokens is None
 

@@ -31,8 +31,8 @@ def loaded() -> LoadedModel:
 
 @functools.cache
 def packed() -> LoadedModel:
-    """The same as the product runs it: its layers swapped for kernels, its weights packed. A load of its own."""
-    model = load_model(model_store.resolve("smollm2-135m-instruct"), ModelConfig(dtype="float32"))
+    """The same as the product runs it: read as stored, its layers swapped for kernels, its weights packed. A load of its own."""
+    model = load_model(model_store.resolve("smollm2-135m-instruct"), ModelConfig(dtype="float32"), as_stored=True)
     pack_model(model.model, model.attention_choice)
     return model
 

@@ -245,7 +245,7 @@ def test_a_job_from_the_command_line(model_dir, tmp_path, capfd):
 @needs_kernels
 def test_the_planned_memory_is_less(model_dir):
     job = prepared(model_dir)
-    assert build.weights_bytes(job.config.model, "cpu", job.model) < 4 * job.model.num_parameters
+    assert build.weights_bytes(job.config, "cpu", job.model) < 4 * job.model.info.num_parameters
     assert all(type(layer) is NativeDecoderLayer for layer in build.build_executor(job).runner.runner.model.model.layers)
 
 

@@ -8,8 +8,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig
 
+from contbatch_cli import build, machine
 from contbatch_cli.build import Inputs, open_model, prepared_rows
 from contbatch_cli.config import ModelConfig
 from contbatch_cli.config_files import load_config
@@ -17,8 +18,10 @@ from contbatch_cli.data.model_files import ModelInfo
 from contbatch_cli.data.readers import InputOptions
 from contbatch_cli.data.rows import RowFault
 from contbatch_cli.errors import UsageError
+from contbatch_cli.model.attention import attending
 from contbatch_cli.model.loading import load_model, read_config, resolve_device, resolve_dtype
-from contbatch_cli.model.probe import layers_of
+from contbatch_cli.model.packing import pack_model
+from contbatch_cli.model.probe import ProbeStep, layers_of
 from contbatch_cli.sizing import DeviceMemory
 from tests.cli.scripted import write_model
 from tests.model.tiny import VOCAB_SIZE, one_thread, random_model
@@ -73,6 +76,45 @@ def test_a_sharded_bfloat16_model(saved):
 
 def test_a_wished_dtype_is_taken(saved):
     assert load_model(saved[0], ModelConfig(device="cpu", dtype="bfloat16")).model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@torch.inference_mode()
+def test_weights_left_as_stored_compute_the_same_once_packed(is_tied, tmp_path):
+    """In bfloat16 until they are packed, and in half the bytes from then on where the kernels are; the same numbers all the way."""
+    random_model(tiny_llama(tie_word_embeddings=is_tied)).to(torch.bfloat16).save_pretrained(tmp_path)
+    info = ModelInfo.from_directory(tmp_path)
+    assert info.is_all_bfloat16 and build.stays_bfloat16(load_config().config, "cpu", info) is machine.has_kernels()
+    plain = load_model(tmp_path, ModelConfig(device="cpu"))
+    stored = load_model(tmp_path, ModelConfig(device="cpu"), as_stored=True)
+    assert {weight.dtype for weight in stored.model.parameters()} == {torch.bfloat16}
+    assert stored.dtype == stored.model.config.dtype == torch.float32 and stored.dtype_choice == plain.dtype_choice
+    ids = torch.randint(0, VOCAB_SIZE, (1, 9))
+    for loaded in (plain, stored):
+        pack_model(loaded.model, "cpu", dtype=loaded.dtype)
+    assert {weight.dtype for weight in stored.model.parameters()} == {torch.float32}
+    assert torch.equal(plain.model.get_input_embeddings()(ids), stored.model.get_input_embeddings()(ids))
+    logits = (loaded.model(input_ids=ids, use_cache=False).logits for loaded in (plain, stored))
+    with attending(ProbeStep((9,))):
+        assert torch.equal(*logits)
+
+
+def test_a_model_that_rounds_its_constants_is_not_left_as_stored(tmp_path):
+    """Gemma 3 scales its embeddings by a number that it keeps in the model's type."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 40, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
+    random_model(Gemma3TextConfig(vocab_size=VOCAB_SIZE, **sizes)).to(torch.bfloat16).save_pretrained(tmp_path)
+    model = load_model(tmp_path, ModelConfig(device="cpu"), as_stored=True).model
+    assert {tensor.dtype for tensor in (*model.parameters(), *model.buffers())} == {torch.float32}
+    assert model.get_input_embeddings().embed_scale.item() == pytest.approx(40**0.5, rel=1e-6)
+
+
+def test_weights_of_several_types_are_not_read_as_stored(tmp_path):
+    """In bfloat16 a float32 norm would be rounded."""
+    model = random_model(tiny_llama()).to(torch.bfloat16)
+    model.model.norm.float()
+    model.save_pretrained(tmp_path)
+    info = ModelInfo.from_directory(tmp_path)
+    assert info.weights_dtype == "bfloat16" and not build.stays_bfloat16(load_config().config, "cpu", info)
 
 
 def test_missing_weights_are_one_clear_line(saved, tmp_path):

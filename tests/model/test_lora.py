@@ -81,7 +81,7 @@ def merged(model, path):
 
 
 def load(model, paths):
-    return Adapters(model, {name: read_checkpoint(name, path) for name, path in paths.items()})
+    return Adapters(model, {name: read_checkpoint(name, path) for name, path in paths.items()}, torch.float32)
 
 
 @pytest.mark.parametrize("model_type", MODELS)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+from contbatch_cli import machine
 from contbatch_cli.model.cpu_kernels.compiler import CompileError, library_path
 
 logger = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ class Library:
         self.panel = int(self._handle.contbatch_panel())
         self._block = int(self._handle.contbatch_block())
         self._handle.contbatch_init(*(openmp or (None, None, None)))
-        self.uses_amx = self.use_amx(_wanted_kernels() != "no-amx")
+        self.uses_amx = self.use_amx(machine.wanted_kernels() != "no-amx")
         for pack in (self._handle.contbatch_pack, self._handle.contbatch_pack16, self._handle.contbatch_pack_int8):
             pack.argtypes = [c_void_p, c_int, c_int, c_void_p]
             pack.restype = None
@@ -191,7 +192,7 @@ class Library:
 @lru_cache(maxsize=1)
 def library() -> Library | None:
     """The kernels, compiled now if need be; None, with a line in the log, where they cannot be had."""
-    if _wanted_kernels() in ("off", "0", "no"):
+    if machine.wanted_kernels() == "off":
         logger.info("CPU kernels: turned off by CONTBATCH_KERNELS")
         return None
     openmp = _openmp()
@@ -203,11 +204,6 @@ def library() -> Library | None:
     except (CompileError, OSError) as error:
         logger.warning("CPU kernels: %s; going on without them", error)
         return None
-
-
-def _wanted_kernels() -> str:
-    """The environment's word on the kernels: `off` for none of them, `no-amx` for those without the processor's matrix unit."""
-    return os.environ.get("CONTBATCH_KERNELS", "").lower()
 
 
 def _openmp() -> tuple[c_void_p, c_void_p, c_void_p] | None:

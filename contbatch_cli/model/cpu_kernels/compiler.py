@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from contbatch_cli import machine
+
 logger = logging.getLogger(__name__)
 
 SOURCES = ("vector.h", "team.h", "gemm.h", "attention.h", "int8.h", "amx.h", "linear.h", "layer.h", "kernels.c")
@@ -54,16 +56,13 @@ def default_cache_dir() -> Path:
 
 
 def find_compiler() -> tuple[str, ...]:
-    """The C compiler's command: the environment's CC, else the first of cc, gcc and clang."""
+    """The C compiler's command. Raises CompileError where there is none."""
     if os.name != "posix":
         raise CompileError(f"not supported on {os.name}")
-    chosen = shlex.split(os.environ.get("CC", ""))
-    if chosen and shutil.which(chosen[0]):
-        return tuple(chosen)
-    for name in ("cc", "gcc", "clang"):
-        if shutil.which(name):
-            return (name,)
-    raise CompileError("no C compiler: none of cc, gcc, clang is on the path")
+    found = machine.c_compiler()
+    if found is None:
+        raise CompileError("no C compiler: none of cc, gcc, clang is on the path")
+    return found
 
 
 def _fingerprint(compiler: tuple[str, ...]) -> str:
