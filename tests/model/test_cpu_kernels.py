@@ -178,6 +178,61 @@ def test_attention_does_not_depend_on_how_a_run_is_split(window, softcap):
     torch.testing.assert_close(whole, reference.attend(query, key, value, cache.layers[0], plan, variant), atol=2e-5, rtol=2e-5)
 
 
+SHARING = {
+    # Tables of blocks of 16, and where each run begins and how long it is. Some share 160 tokens, some of these 96 more, one nothing.
+    "decodes": [
+        ((*range(10), 20), 170, 1),
+        ((*range(10), 21), 160, 1),
+        ((*range(10), 11, 12, 13, 14, 15, 16, 22), 260, 1),
+        ((*range(10), 11, 12, 13, 14, 15, 16, 23), 256, 1),
+        (tuple(range(30, 42)), 185, 1),
+        (tuple(range(10)), 159, 1),
+    ],
+    "decodes, short runs and a long one": [
+        ((*range(10), 20), 160, 9),
+        ((*range(10), 21, 22, 23, 24), 162, 50),
+        ((*range(10), 25), 171, 1),
+        ((*range(10), 26), 168, 4),
+        ((0, 1, 2, 27), 48, 3),
+    ],
+    "many": [((*range(8), 50 + i), 128 + i % 16, 1) for i in range(45)],
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("heads", [(6, 2), (4, 4), (3, 1)])
+@pytest.mark.parametrize("runs", SHARING.values(), ids=SHARING)
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_prefix_that_is_read_once_for_many_changes_no_bit(runs, window, heads):
+    """Each run alone, all together, and in another order; the pool is NaN but for what the tables hold."""
+    shape, variant = LayerShape(*heads, 24, 40), AttentionVariant(0.2, window, None, torch.randn(heads[0]))
+    cache = KVCache([shape], 100, 16, torch.float32, CPU)
+    cache.fill(float("nan"))
+    keys, values = cache.layers[0].keys, cache.layers[0].values
+    for table, start, _ in runs:  # what the cache holds of each before the step
+        slots = torch.tensor([table[place // 16] * 16 + place % 16 for place in range(start)])
+        for pool, size in ((keys, 24), (values, 40)):
+            held = pool.view(-1, heads[1], size)
+            unset = slots[held[slots].isnan().any(dim=(1, 2))]
+            held[unset] = torch.randn(len(unset), heads[1], size)
+    drawn = [[torch.randn(length, count, size) for count, size in ((heads[0], 24), (heads[1], 24), (heads[1], 40))]
+             for _, _, length in runs]  # fmt: skip
+
+    def attend(chosen, backend):
+        flat = flatten(batch_of([runs[i][1:] for i in chosen], [runs[i][0] for i in chosen]), 16)
+        tensors = (torch.cat(parts) for parts in zip(*(drawn[i] for i in chosen), strict=True))
+        out = backend.attend(*tensors, cache.layers[0], backend.prepare(flat, CPU), variant)
+        return dict(zip(chosen, out.split([runs[i][2] for i in chosen]), strict=True))
+
+    together = attend(range(len(runs)), cpu_native)
+    mixed = attend([i for i in reversed(range(len(runs))) if i % 3 != 1], cpu_native)
+    expected = attend(range(len(runs)), reference)
+    for i, out in together.items():
+        torch.testing.assert_close(out, expected[i], atol=2e-5, rtol=2e-5)
+        assert torch.equal(out, attend([i], cpu_native)[i])
+        assert i not in mixed or torch.equal(out, mixed[i])
+
+
 def config_of(kind, **changes):
     sizes = {
         "vocab_size": 96,

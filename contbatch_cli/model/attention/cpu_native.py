@@ -33,15 +33,21 @@ class NativePlan:
 
 def prepare(flat: FlatBatch, device: torch.device) -> NativePlan:
     starts = array("i", accumulate(map(len, flat.block_tables), initial=0))
+    unordered = array("i", bytes(4 * flat.num_sequences))
     arrays = (
         array("q", flat.slot_mapping),
         array("i", flat.query_starts),
         array("i", flat.context_lens),
         starts,
         array("i", chain.from_iterable(flat.block_tables)),
+        unordered,
+        unordered[:],
     )
-    addresses = (values.buffer_info()[0] for values in arrays)
+    addresses = [values.buffer_info()[0] for values in arrays]
     step = cpu_kernels.Step(flat.num_tokens, flat.num_sequences, flat.block_size, 0, *addresses)
+    library = cpu_kernels.library()
+    if library is not None:
+        library.order(byref(step), *addresses[-2:])
     return NativePlan(step, arrays, flat, device)
 
 

@@ -55,7 +55,7 @@ class Step(Structure):
 
     _fields_ = [
         *((name, c_int32) for name in ("num_tokens", "num_sequences", "block_size", "padding")),
-        *((name, c_void_p) for name in ("slots", "query_starts", "context_lens", "table_starts", "tables")),
+        *((name, c_void_p) for name in ("slots", "query_starts", "context_lens", "table_starts", "tables", "order", "common")),
     ]
 
 
@@ -142,6 +142,9 @@ class Library:
         self.linear.argtypes = [POINTER(Linear), c_void_p, c_int, c_void_p, c_void_p, c_int]
         self.attend = self._handle.contbatch_attend
         self.attend.argtypes = [POINTER(AttentionShape), POINTER(Step), *[c_void_p] * 7, c_int]
+        self.order = self._handle.contbatch_order
+        self.order.argtypes = [POINTER(Step), c_void_p, c_void_p]
+        self.order.restype = None
         self.layer = self._handle.contbatch_layer
         self.layer.argtypes = [POINTER(Layer), POINTER(Step), *[c_void_p] * 6, c_int]
 

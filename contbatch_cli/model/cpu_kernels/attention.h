@@ -2,11 +2,12 @@
  *
  * T tokens of the step, H query heads, K kv heads, G = H / K, D key size, E value size, B block size. Cache: keys [N, B, K, D] and
  * values [N, B, K, E]. A unit of work is up to UNIT_ROWS / G neighbouring tokens of one run; the G query heads of one kv head are G
- * rows each, so that a key is read once for all of them.
+ * rows each, so that a key is read once for all of them. Units of short runs whose tables begin with the same blocks (a prefix that the
+ * cache holds once) form a bundle: the tiles that they have in common are read once for all its rows, then each unit reads its own.
  *
  * Online softmax (Milakov and Gimelshein 2018; tiled as in FlashAttention, Dao et al. 2022) over tiles of TILE_KEYS keys that begin
- * at multiples of TILE_KEYS, whatever the run: a token's output is the same sequence of operations in a run of one as in a run of
- * many, bit for bit. Masked keys have weight exactly 0, and no slot is read that the run's own context does not hold. */
+ * at multiples of TILE_KEYS, whatever the run and the bundle: a token's output is the same sequence of operations in a run of one as in a
+ * run of many, bit for bit. Masked keys have weight exactly 0, and no slot is read that the run's own context does not hold. */
 #ifndef CONTBATCH_ATTENTION_H
 #define CONTBATCH_ATTENTION_H
 
@@ -25,8 +26,10 @@ typedef struct {
     const int64_t *slots;        /* [T] where each token's key and value go */
     const int32_t *query_starts; /* [S + 1] */
     const int32_t *context_lens; /* [S] */
-    const int32_t *table_starts; /* [S] where each sequence's table begins in `tables` */
+    const int32_t *table_starts; /* [S + 1] where each sequence's table begins in `tables` */
     const int32_t *tables;
+    const int32_t *order;  /* [S] the sequences in the order of their tables */
+    const int32_t *common; /* [S] leading blocks that each has in common with the one before it in that order */
 } Step;
 
 typedef struct {
@@ -36,7 +39,14 @@ typedef struct {
 
 typedef struct {
     int32_t sequence, first, count; /* tokens `first` to `first + count` of the run */
+    int32_t row;                    /* where its rows begin among those of its bundle, of one kv head */
 } Unit;
+
+typedef struct {
+    int32_t first, count; /* units `first` to `first + count` */
+    int32_t rows;         /* of one kv head */
+    int32_t shared;       /* leading positions that all have in common, in whole tiles; 0 where there is one unit */
+} Bundle;
 
 typedef struct {
     const AttentionShape *shape;
@@ -44,8 +54,9 @@ typedef struct {
     Heads queries;
     const float *keys, *values;
     float *out; /* [T, H, E] */
-    const Unit *units;
-    int num_units, heads_split;
+    Unit *units;
+    Bundle *bundles;
+    int num_units, num_bundles, heads_split;
     char *scratch;
     size_t scratch_per_thread;
 } Attention;
@@ -55,10 +66,10 @@ typedef struct {
     float *queries, *sums, *highest, *total, *scores, *keys, *values;
 } Rows;
 
+static int most_rows(const AttentionShape *shape) { return shape->heads > UNIT_ROWS ? shape->heads : UNIT_ROWS; }
+
 static size_t lay_out_rows(const AttentionShape *shape, char *memory, Rows *rows) {
-    size_t count = shape->heads > UNIT_ROWS ? shape->heads : UNIT_ROWS;
-    if (shape->heads / shape->kv_heads > UNIT_ROWS) count = shape->heads;
-    size_t value_width = whole(shape->value_size, PANEL), sizes[7] = {
+    size_t count = most_rows(shape), value_width = whole(shape->value_size, PANEL), sizes[7] = {
         count * shape->key_size, count * value_width, count, count, count * TILE_KEYS,
         (size_t)TILE_KEYS * shape->key_size, TILE_KEYS * PANEL};
     float **fields[7] = {&rows->queries, &rows->sums, &rows->highest, &rows->total, &rows->scores, &rows->keys, &rows->values};
@@ -82,16 +93,64 @@ static int count_units(const AttentionShape *shape, const Step *step) {
     return count;
 }
 
-/* The step's units, the long runs' before the single tokens. */
-static void list_units(const AttentionShape *shape, const Step *step, Unit *units) {
-    int tokens = tokens_per_unit(shape);
-    for (int single = 0; single < 2; single++)
-        for (int s = 0; s < step->num_sequences; s++) {
-            int length = step->query_starts[s + 1] - step->query_starts[s];
-            if ((length == 1) != single) continue;
+static int run_length(const Step *step, int sequence) { return step->query_starts[sequence + 1] - step->query_starts[sequence]; }
+
+/* Tokens of the sequence before its run. */
+static int run_start(const Step *step, int sequence) { return step->context_lens[sequence] - run_length(step, sequence); }
+
+ALWAYS_INLINE int lower(int a, int b) { return a < b ? a : b; }
+
+static void add_unit(Attention *job, Unit unit) {
+    int rows = unit.count * (job->shape->heads / job->shape->kv_heads);
+    job->bundles[job->num_bundles++] = (Bundle){job->num_units, 1, rows, 0};
+    job->units[job->num_units++] = unit;
+}
+
+/* Put the unit into the last bundle if it has `shared` leading positions in common with its last unit, at least as many as that bundle's
+ * units have and, where that is one, as it has with what comes `next`, and if there is room. */
+static int join_bundle(Attention *job, Unit unit, int shared, int next, int most) {
+    int rows = unit.count * (job->shape->heads / job->shape->kv_heads);
+    Bundle *last = job->bundles + job->num_bundles - 1;
+    if (shared == 0 || last->rows + rows > most || shared < (last->count == 1 ? next : last->shared)) return 0;
+    if (last->count == 1) last->shared = shared;
+    unit.row = last->rows;
+    last->rows += rows;
+    last->count++;
+    job->units[job->num_units++] = unit;
+    return 1;
+}
+
+/* The units of short runs, whole runs each, in bundles of up to `most` rows. */
+static void bundle_short_runs(Attention *job, int longest, int most) {
+    const Step *step = job->step;
+    int previous = -1, common = INT32_MAX;
+    for (int i = 0; i < step->num_sequences; i++) {
+        int s = step->order[i], length = run_length(step, s), shared = 0;
+        common = lower(common, step->common[i]);
+        if (length > longest) continue;
+        if (previous >= 0 && !job->shape->window)
+            shared = lower(lower(common * step->block_size, run_start(step, s)), run_start(step, previous)) / TILE_KEYS * TILE_KEYS;
+        int next = i + 1 < step->num_sequences ? step->common[i + 1] * step->block_size / TILE_KEYS * TILE_KEYS : 0;
+        Unit unit = {s, 0, length, 0};
+        if (!join_bundle(job, unit, shared, next, most)) add_unit(job, unit);
+        previous = s;
+        common = INT32_MAX;
+    }
+}
+
+/* The step's units in bundles, the long runs' before the short ones'. With many threads bundles are smaller, so that each gets some. */
+static void list_units(Attention *job, int num_threads) {
+    const Step *step = job->step;
+    int tokens = tokens_per_unit(job->shape), longest = tokens / 2 > 1 ? tokens / 2 : 1, num_short = 0;
+    job->num_units = job->num_bundles = 0;
+    for (int s = 0; s < step->num_sequences; s++) {
+        int length = run_length(step, s);
+        if (length <= longest) num_short += length;
+        else
             for (int first = (length - 1) / tokens * tokens; first >= 0; first -= tokens)
-                *units++ = (Unit){s, first, length - first < tokens ? length - first : tokens};
-        }
+                add_unit(job, (Unit){s, first, lower(length - first, tokens), 0});
+    }
+    bundle_short_runs(job, longest, lower(UNIT_ROWS, num_short * job->shape->heads / (2 * num_threads)));
 }
 
 /* Step `width` of a transposition: lanes whose number has that bit set change places with the other vector's. */
@@ -226,61 +285,105 @@ ALWAYS_INLINE void weigh(float *scores, int count, int low, int high, float soft
     if (low < high) *highest = top;
 }
 
-/* Gather the unit's queries of kv heads `kv_low` to `kv_high`, scaled, and begin their sums. */
-static void begin_rows(const Attention *job, Unit unit, int kv_low, int kv_high, Rows *rows) {
+/* Gather a bundle's queries of kv heads `kv_low` to `kv_high`, scaled, and begin their sums. */
+static void begin_rows(const Attention *job, const Bundle *bundle, int kv_low, int kv_high, Rows *rows) {
     const AttentionShape *shape = job->shape;
     int group = shape->heads / shape->kv_heads, size = shape->key_size, row = 0;
     size_t width = whole(shape->value_size, PANEL);
     for (int kv = kv_low; kv < kv_high; kv++)
-        for (int t = 0; t < unit.count; t++)
-            for (int g = 0; g < group; g++, row++) {
-                int head = kv * group + g;
-                ptrdiff_t token = job->step->query_starts[unit.sequence] + unit.first + t;
-                const float *query = job->queries.data + token * job->queries.token_stride + head * job->queries.head_stride;
-                for (int i = 0; i < size; i++) rows->queries[(size_t)row * size + i] = query[i] * shape->scaling;
-                rows->highest[row] = shape->sinks ? shape->sinks[head] : -INFINITY;
-                rows->total[row] = shape->sinks ? 1.0f : 0.0f;
-            }
+        for (const Unit *unit = job->units + bundle->first; unit < job->units + bundle->first + bundle->count; unit++)
+            for (int t = 0; t < unit->count; t++)
+                for (int g = 0; g < group; g++, row++) {
+                    int head = kv * group + g;
+                    ptrdiff_t token = job->step->query_starts[unit->sequence] + unit->first + t;
+                    const float *query = job->queries.data + token * job->queries.token_stride + head * job->queries.head_stride;
+                    for (int i = 0; i < size; i++) rows->queries[(size_t)row * size + i] = query[i] * shape->scaling;
+                    rows->highest[row] = shape->sinks ? shape->sinks[head] : -INFINITY;
+                    rows->total[row] = shape->sinks ? 1.0f : 0.0f;
+                }
     memset(rows->sums, 0, row * width * sizeof(float));
 }
 
-static void finish_rows(const Attention *job, Unit unit, int kv_low, int kv_high, const Rows *rows) {
+static void finish_rows(const Attention *job, const Bundle *bundle, int kv_low, int kv_high, const Rows *rows) {
     const AttentionShape *shape = job->shape;
     int group = shape->heads / shape->kv_heads, row = 0;
     size_t width = whole(shape->value_size, PANEL);
     for (int kv = kv_low; kv < kv_high; kv++)
-        for (int t = 0; t < unit.count; t++)
-            for (int g = 0; g < group; g++, row++) {
-                size_t token = job->step->query_starts[unit.sequence] + unit.first + t;
-                float *out = job->out + (token * shape->heads + kv * group + g) * shape->value_size;
-                float scale = 1.0f / rows->total[row];
-                for (int i = 0; i < shape->value_size; i++) out[i] = rows->sums[row * width + i] * scale;
-            }
+        for (const Unit *unit = job->units + bundle->first; unit < job->units + bundle->first + bundle->count; unit++)
+            for (int t = 0; t < unit->count; t++)
+                for (int g = 0; g < group; g++, row++) {
+                    size_t token = job->step->query_starts[unit->sequence] + unit->first + t;
+                    float *out = job->out + (token * shape->heads + kv * group + g) * shape->value_size;
+                    float scale = 1.0f / rows->total[row];
+                    for (int i = 0; i < shape->value_size; i++) out[i] = rows->sums[row * width + i] * scale;
+                }
 }
 
-/* One tile for one kv head: `count` keys from position `start`, for `unit.count * G` rows from `first_row` on. `slots` are the
- * tile's and then the next tile's. */
-static void attend_tile(const Attention *job, Unit unit, int kv, int first_row, int start, int count, const int64_t *slots,
-                        Rows *rows) {
+/* A tile: TILE_KEYS positions from `start`, of one unit, or, where `unit` is null, those that all units of the bundle have in common. */
+typedef struct {
+    const Unit *unit;
+    int start;
+} Tile;
+
+/* Position after the unit's last token. */
+static int unit_end(const Step *step, const Unit *unit) { return run_start(step, unit->sequence) + unit->first + unit->count; }
+
+/* The unit's first tile behind what it shares. */
+static Tile own_tile(const Attention *job, const Bundle *bundle, const Unit *unit) {
+    int seen = unit_end(job->step, unit) - unit->count + 1, window = job->shape->window;
+    return (Tile){unit, window && seen > window ? (seen - window) / TILE_KEYS * TILE_KEYS : bundle->shared};
+}
+
+static Tile first_tile(const Attention *job, const Bundle *bundle) {
+    return bundle->shared ? (Tile){0, 0} : own_tile(job, bundle, job->units + bundle->first);
+}
+
+/* Go on to the bundle's next tile; 0 when there is none. */
+static int next_tile(const Attention *job, const Bundle *bundle, Tile *tile) {
+    const Unit *first = job->units + bundle->first;
+    tile->start += TILE_KEYS;
+    if (tile->start < (tile->unit ? unit_end(job->step, tile->unit) : bundle->shared)) return 1;
+    const Unit *next = tile->unit ? tile->unit + 1 : first;
+    if (next == first + bundle->count) return 0;
+    *tile = own_tile(job, bundle, next);
+    return 1;
+}
+
+/* The slots of a tile's positions; those behind the unit's last token stand for nothing and name that token's. */
+static void list_slots(const Attention *job, const Bundle *bundle, Tile tile, int64_t *slots) {
+    const Step *step = job->step;
+    const Unit *unit = tile.unit ? tile.unit : job->units + bundle->first;
+    const int32_t *table = step->tables + step->table_starts[unit->sequence];
+    int end = unit_end(step, unit);
+    for (int j = 0; j < TILE_KEYS; j++) {
+        int position = tile.start + j < end ? tile.start + j : end - 1;
+        slots[j] = (int64_t)table[position / step->block_size] * step->block_size + position % step->block_size;
+    }
+}
+
+/* One tile for one kv head, whose rows begin at `first_row`. `slots` are the tile's and then the next tile's. */
+static void attend_tile(const Attention *job, const Bundle *bundle, Tile tile, int kv, int first_row, const int64_t *slots, Rows *rows) {
     const AttentionShape *shape = job->shape;
-    int group = shape->heads / shape->kv_heads, num_rows = unit.count * group, columns = (int)whole(count, PANEL);
-    int width = (int)whole(shape->value_size, PANEL);
+    int group = shape->heads / shape->kv_heads, width = (int)whole(shape->value_size, PANEL);
+    int num_rows = tile.unit ? tile.unit->count * group : bundle->rows;
+    int count = tile.unit ? lower(unit_end(job->step, tile.unit) - tile.start, TILE_KEYS) : TILE_KEYS, columns = (int)whole(count, PANEL);
     const float *keys[2 * TILE_KEYS], *values[2 * TILE_KEYS];
     for (int j = 0; j < 2 * TILE_KEYS; j++) {
         keys[j] = job->keys + (slots[j] * shape->kv_heads + kv) * shape->key_size;
         values[j] = job->values + (slots[j] * shape->kv_heads + kv) * shape->value_size;
     }
     float *scores = rows->scores;
+    if (tile.unit) first_row += tile.unit->row;
     pack_keys(shape, keys, values, count, rows->keys);
     score(shape, rows->queries + (size_t)first_row * shape->key_size, num_rows, rows->keys, count, scores);
-    int run_start = job->step->context_lens[unit.sequence] -
-                    (job->step->query_starts[unit.sequence + 1] - job->step->query_starts[unit.sequence]);
     for (int row = 0; row < num_rows; row++) {
-        int position = run_start + unit.first + row / group;
-        int high = position + 1 - start, low = shape->window ? high - shape->window : 0;
-        high = high < 0 ? 0 : high > count ? count : high;
-        low = low < 0 ? 0 : low > high ? high : low;
-        int place = first_row + row;
+        int low = 0, high = count, place = first_row + row;
+        if (tile.unit) {
+            high = unit_end(job->step, tile.unit) - tile.unit->count + row / group + 1 - tile.start;
+            low = shape->window ? high - shape->window : 0;
+            high = high < 0 ? 0 : high > count ? count : high;
+            low = low < 0 ? 0 : low > high ? high : low;
+        }
         weigh(scores + row * TILE_KEYS, columns, low, high, shape->softcap, rows->highest + place, rows->total + place,
               rows->sums + (size_t)place * width, width);
     }
@@ -288,65 +391,66 @@ static void attend_tile(const Attention *job, Unit unit, int kv, int first_row, 
                rows->sums + (size_t)first_row * width);
 }
 
-/* The slots of TILE_KEYS positions from `start`; those from `end` on stand for nothing and name the last position's. */
-static void list_slots(const Step *step, const int32_t *table, int start, int end, int64_t *slots) {
-    for (int j = 0; j < TILE_KEYS; j++) {
-        int position = start + j < end ? start + j : end - 1;
-        slots[j] = (int64_t)table[position / step->block_size] * step->block_size + position % step->block_size;
-    }
-}
-
-/* Position after the unit's last token. */
-static int unit_end(const Step *step, Unit unit) {
-    int length = step->query_starts[unit.sequence + 1] - step->query_starts[unit.sequence];
-    return step->context_lens[unit.sequence] - length + unit.first + unit.count;
-}
-
-/* The first position of the unit's first tile. */
-static int unit_start(const Attention *job, Unit unit) {
-    int seen = unit_end(job->step, unit) - unit.count + 1, window = job->shape->window;
-    return window && seen > window ? (seen - window) / TILE_KEYS * TILE_KEYS : 0;
-}
-
-static void list_unit_slots(const Step *step, Unit unit, int start, int64_t *slots) {
-    list_slots(step, step->tables + step->table_starts[unit.sequence], start, unit_end(step, unit), slots);
-}
-
-/* One unit, kv heads `kv_low` to `kv_high` side by side, so that each block is read in one sweep. During the last tile the first of
- * the unit that `follows` is prefetched. */
-static void attend_unit(const Attention *job, Unit unit, Unit follows, int kv_low, int kv_high, Rows *rows) {
-    const Step *step = job->step;
-    const AttentionShape *shape = job->shape;
-    int end = unit_end(step, unit);
-    int group_rows = unit.count * (shape->heads / shape->kv_heads);
-    begin_rows(job, unit, kv_low, kv_high, rows);
+/* One bundle, kv heads `kv_low` to `kv_high` side by side, so that each block is read in one sweep. During the last tile the first of
+ * the bundle that `follows` is prefetched. */
+static void attend_bundle(const Attention *job, const Bundle *bundle, const Bundle *follows, int kv_low, int kv_high, Rows *rows) {
+    begin_rows(job, bundle, kv_low, kv_high, rows);
     int64_t slots[2 * TILE_KEYS];
-    int start = unit_start(job, unit);
-    list_unit_slots(step, unit, start, slots);
-    for (; start < end; start += TILE_KEYS) {
-        int is_last = start + TILE_KEYS >= end;
-        list_unit_slots(step, is_last ? follows : unit, is_last ? unit_start(job, follows) : start + TILE_KEYS, slots + TILE_KEYS);
-        int count = end - start < TILE_KEYS ? end - start : TILE_KEYS;
-        for (int kv = kv_low; kv < kv_high; kv++) attend_tile(job, unit, kv, (kv - kv_low) * group_rows, start, count, slots, rows);
+    Tile tile = first_tile(job, bundle);
+    list_slots(job, bundle, tile, slots);
+    for (int is_last = 0; !is_last;) {
+        Tile next = tile;
+        is_last = !next_tile(job, bundle, &next);
+        if (is_last) next = first_tile(job, follows);
+        list_slots(job, is_last ? follows : bundle, next, slots + TILE_KEYS);
+        for (int kv = kv_low; kv < kv_high; kv++) attend_tile(job, bundle, tile, kv, (kv - kv_low) * bundle->rows, slots, rows);
         memcpy(slots, slots + TILE_KEYS, sizeof slots / 2);
+        tile = next;
     }
-    finish_rows(job, unit, kv_low, kv_high, rows);
+    finish_rows(job, bundle, kv_low, kv_high, rows);
 }
 
 static void attention_phase(Worker *worker, const Attention *job) {
     Rows rows;
     lay_out_rows(job->shape, job->scratch + worker->index * job->scratch_per_thread, &rows);
     int victim = 0, item, kv_heads = job->shape->kv_heads;
-    while ((item = next_item(worker, job->num_units * job->heads_split, &victim)) >= 0) {
-        Unit unit = job->units[item / job->heads_split], follows = job->units[(item + 1) / job->heads_split % job->num_units];
-        int part = item % job->heads_split;
+    while ((item = next_item(worker, job->num_bundles * job->heads_split, &victim)) >= 0) {
+        const Bundle *bundle = job->bundles + item / job->heads_split;
+        const Bundle *follows = job->bundles + (item + 1) / job->heads_split % job->num_bundles;
+        int part = item % job->heads_split, at_once = most_rows(job->shape) / bundle->rows;
         int low = share_start(kv_heads, part, job->heads_split), high = share_start(kv_heads, part + 1, job->heads_split);
-        if (unit.count == 1) {
-            attend_unit(job, unit, follows, low, high, &rows);
-        } else {
-            for (int kv = low; kv < high; kv++) attend_unit(job, unit, kv + 1 < high ? unit : follows, kv, kv + 1, &rows);
-        }
+        if (at_once < 1) at_once = 1;
+        for (int kv = low; kv < high; kv += at_once)
+            attend_bundle(job, bundle, kv + at_once < high ? bundle : follows, kv, lower(kv + at_once, high), &rows);
     }
+}
+
+static const Step *step_in_order; /* whose sequences are being sorted: `qsort` has no other way to know */
+
+static int table_length(const Step *step, int sequence) { return step->table_starts[sequence + 1] - step->table_starts[sequence]; }
+
+/* Leading blocks that two tables have in common. */
+static int common_blocks(const Step *step, int a, int b) {
+    const int32_t *first = step->tables + step->table_starts[a], *second = step->tables + step->table_starts[b];
+    int most = lower(table_length(step, a), table_length(step, b)), count = 0;
+    while (count < most && first[count] == second[count]) count++;
+    return count;
+}
+
+static int compare_tables(const void *a, const void *b) {
+    const Step *step = step_in_order;
+    int first = *(const int32_t *)a, second = *(const int32_t *)b, count = common_blocks(step, first, second);
+    int left = table_length(step, first) - count, right = table_length(step, second) - count;
+    if (!left || !right) return left != right ? left - right : first - second;
+    return step->tables[step->table_starts[first] + count] < step->tables[step->table_starts[second] + count] ? -1 : 1;
+}
+
+/* Sort the step's sequences by their tables, so that those which share a prefix stand together: `order` and `common` of Step. */
+static void order_tables(const Step *step, int32_t *order, int32_t *common) {
+    step_in_order = step;
+    for (int i = 0; i < step->num_sequences; i++) order[i] = i;
+    qsort(order, step->num_sequences, sizeof *order, compare_tables);
+    for (int i = 0; i < step->num_sequences; i++) common[i] = i ? common_blocks(step, order[i - 1], order[i]) : 0;
 }
 
 /* Put the step's keys and values, of any strides, into their slots. One phase. */

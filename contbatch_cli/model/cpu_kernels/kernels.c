@@ -117,17 +117,24 @@ int contbatch_linear(const Linear *linear, const float *x, int rows, float *out,
     return planned;
 }
 
+/* `order` [S] and `common` [S] of a step whose other fields are there. */
+void contbatch_order(const Step *step, int32_t *order, int32_t *common) {
+    acquire();
+    order_tables(step, order, common);
+    release();
+}
+
 /* Units and working memory of an attention. 0 when there is no memory. */
 static int plan_attention(Attention *job, int num_threads) {
     Rows unused;
-    job->num_units = count_units(job->shape, job->step);
-    job->heads_split = job->num_units < 4 * num_threads ? job->shape->kv_heads : 1;
+    size_t most = count_units(job->shape, job->step);
     job->scratch_per_thread = lay_out_rows(job->shape, 0, &unused);
-    Unit *units = (Unit *)reserve(&units_buffer, sizeof(Unit) * job->num_units);
+    job->units = (Unit *)reserve(&units_buffer, (sizeof(Unit) + sizeof(Bundle)) * most);
+    job->bundles = (Bundle *)(job->units + most);
     job->scratch = reserve(&rows_buffer, job->scratch_per_thread * num_threads);
-    if (!units || !job->scratch) return 0;
-    list_units(job->shape, job->step, units);
-    job->units = units;
+    if (!job->units || !job->scratch) return 0;
+    list_units(job, num_threads);
+    job->heads_split = job->num_bundles < 4 * num_threads ? job->shape->kv_heads : 1;
     return 1;
 }
 
