@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -80,7 +80,7 @@ class Sampler:
             return []
         if self.masks is not None:
             self.masks.prepare(sequences)
-        best = logits.max(dim=-1)
+        best = _largest(logits)
         largest, token_ids = _to_lists(best.values, best.indices)
         errors = {
             i: f"non_finite_logits: position {sequences[i].end}: the largest logit is {value}"
@@ -134,7 +134,7 @@ class Sampler:
                 edit(logits, rows)
             if self.masks is not None:
                 errors = self.masks.apply(logits, rows)
-            largest, best = logits.max(dim=-1)
+            largest, best = _largest(logits)
             for i, value in enumerate(largest.tolist()):
                 if not math.isfinite(value):
                     message = f"invalid_parameter: the row's settings leave no token at position {rows[i].end} (best: {value})"
@@ -190,6 +190,20 @@ class Sampler:
             values = token_logprobs(take_rows(logits, piece), [token_ids[i] for i in piece], num_top)
             found.update((i, (value,)) for i, value in zip(piece, values, strict=True))
         return found
+
+
+class _Largest(NamedTuple):
+    """Each row's largest logit [S] and its token id [S], the lowest of equals; NaN counts as largest."""
+
+    values: Tensor
+    indices: Tensor
+
+
+def _largest(logits: Tensor) -> _Largest:
+    if logits.device.type != "cpu":
+        return _Largest(*logits.max(dim=-1))
+    indices = torch.from_numpy(logits.numpy().argmax(axis=-1))  # a tenth of the time of torch's own
+    return _Largest(logits.gather(-1, indices[:, None])[:, 0], indices)
 
 
 def _to_lists(values: Tensor, indices: Tensor) -> tuple[list[float], list[int]]:
