@@ -89,7 +89,11 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job ready to be executed, by a model or in a rehearsal. `windows`: which layers give back what they cannot read."""
+    """A job ready to be executed, by a model or in a rehearsal. `windows`: which layers give back what they cannot read.
+
+    `demand` is what the sizes were found by, and `limit_rows` tells rows that are yet to be read how many blocks the cache has; a
+    replica, whose sizes are given and to whom requests are sent, has neither.
+    """
 
     config: Config
     model: TextModel
@@ -99,6 +103,8 @@ class Job:
     sizes: Sizes
     memory: DeviceMemory
     windows: LayerWindows | None = None
+    demand: JobDemand | None = None
+    limit_rows: Callable[[int], None] | None = None
 
     @property
     def has_work(self) -> bool:
@@ -111,7 +117,8 @@ class Executor:
     """What executes a job's plans; `stop_rules` end rows by what it knows, `description` is for the header.
 
     `first_divergence` runs a finished request again alone and says where it differs; it changes nothing of the run. Instead of
-    a runner for the engine of this process there may be another engine, made by `make_engine`.
+    a runner for the engine of this process there may be another engine, made by `make_engine`. `job` is there where building changed
+    it: it is the one to be run, its cache as large as measured memory allows.
     """
 
     runner: Runner | None
@@ -119,6 +126,7 @@ class Executor:
     stop_rules: tuple[StopRule, ...] = ()
     first_divergence: Callable[[Request], Divergence | None] | None = None
     make_engine: Callable[[Job, Clock], Engine] | None = None
+    job: Job | None = None
 
 
 BuildExecutor = Callable[[Job], Executor]
@@ -250,10 +258,20 @@ def prepare_job(
     rows = JobRows(reader, preparer.prepare, on_fault)
     queue = JobQueue(rows, config.scheduler.window)
     window = queue.look_ahead()
-    sizes = job_sizes(config, model.info, memory, window, queue.is_exhausted)
+    demand = job_demand(config, model.info, window, queue.is_exhausted)
+    sizes = sizes_for(config, model.info, memory, demand)
     order = job_order(config, window, sizes)
     queue.set_order(order.value)
-    return Job(config, model, rows, queue, order, sizes, memory, layer_windows(model.info))
+    windows = layer_windows(model.info)
+    return Job(config, model, rows, queue, order, sizes, memory, windows, demand, preparer.limit_cache)
+
+
+def with_measured_memory(job: Job, memory: DeviceMemory) -> Job:
+    """The same with a cache that fits what was measured, though no smaller than the largest row needs that was let in before."""
+    assert job.demand is not None and job.limit_rows is not None
+    sizes = sizes_for(job.config, job.model.info, memory, job.demand)
+    job.limit_rows(sizes.num_blocks)
+    return replace(job, sizes=sizes, memory=memory)
 
 
 def layer_windows(info: ModelInfo) -> LayerWindows | None:
@@ -381,7 +399,10 @@ def _context_reason(info: ModelInfo) -> str:
 
 
 def build_executor(job: Job) -> Executor:
-    """The model with its weights on its device, its cache and its sampler. Imports torch."""
+    """The model with its weights on its device, its cache and its sampler. Imports torch.
+
+    On a GPU the cache takes what a step at its fullest leaves of the memory, which is measured once the weights are there.
+    """
     from contbatch_cli.model.deterministic import make_deterministic
     from contbatch_cli.model.kv_cache import KVCache
     from contbatch_cli.model.loading import load_model
@@ -411,6 +432,9 @@ def build_executor(job: Job) -> Executor:
     elif is_int8 or (loaded.device.type == "cpu" and loaded.attention_choice in ("cpu", "cpu_native")):
         how += f", {pack_model(model, loaded.attention_choice, is_int8, loaded.dtype)}"
     _check_windows(job, loaded)
+    is_measured = takes_measured_memory(job, loaded)
+    if is_measured:
+        job = with_measured_memory(job, measured_memory(job, loaded))
     sizes, own = job.sizes, _window_pool(job)
     cache = KVCache(loaded.layers, sizes.num_blocks, sizes.block_size, loaded.dtype, loaded.device, own)
     masks = _grammar_masks(job, loaded.vocab_size)
@@ -425,7 +449,30 @@ def build_executor(job: Job) -> Executor:
     rules = (masks.stop_rule,) if masks is not None else ()
     # Inputs that are rounded to 8 bits make much of a rounding in another layer's code; the question is what the batch changes.
     lone = LoneRunner(lambda: loaded, masks, loaded.backend) if is_int8 else LoneRunner(lambda: _plain(job, loaded), masks)
-    return Executor(splitting, description, rules, lone.first_divergence)
+    return Executor(splitting, description, rules, lone.first_divergence, job=job if is_measured else None)
+
+
+def takes_measured_memory(job: Job, loaded: LoadedModel) -> bool:
+    """Whether the cache is to have what the device has left: a GPU that has the model for itself, if blocks are not set."""
+    is_alone = job.config.model.tensor_parallel == 1 and job.demand is not None
+    return loaded.device.type == "cuda" and is_alone and job.config.cache.num_blocks == "auto"
+
+
+def measured_memory(job: Job, loaded: LoadedModel) -> DeviceMemory:
+    """The memory of the device that holds the weights, and what the job's fullest step leaves of it for the cache."""
+    from contbatch_cli.model.kv_cache import KVCache
+    from contbatch_cli.model.memory import free_bytes, left_for_cache
+    from contbatch_cli.model.runner import ModelRunner
+    from contbatch_cli.model.sampler import Sampler
+
+    def make_runner(num_blocks: int) -> ModelRunner:
+        cache = KVCache(loaded.layers, num_blocks, job.sizes.block_size, loaded.dtype, loaded.device)
+        sampler = Sampler(loaded.vocab_size, loaded.device)
+        return ModelRunner(loaded.model, cache, loaded.backend, sampler, loaded.device, loaded.adapters)
+
+    sizes = job.sizes
+    left = left_for_cache(make_runner, loaded.device, sizes.token_budget, sizes.max_batch_size, sizes.block_size)
+    return DeviceMemory(loaded.device.type, free_bytes(loaded.device), left.num_bytes, left.reason)
 
 
 def _window_pool(job: Job) -> WindowPool | None:
@@ -578,14 +625,19 @@ def shares_prefixes(config: Config, info: ModelInfo) -> bool:
     return config.cache.prefix_caching and layer_windows(info) is None
 
 
-def job_sizes(config: Config, info: ModelInfo, memory: DeviceMemory, window: list[Request], is_whole: bool) -> Sizes:
-    """The sizes of a run by its first window of requests; `is_whole` when these are all. Raises UsageError."""
+def job_demand(config: Config, info: ModelInfo, window: list[Request], is_whole: bool) -> JobDemand:
+    """What the first window of requests tells of the job; `is_whole` when these are all."""
+    shares = shares_prefixes(config, info) and shared_fraction(window, int(block_size_of(config.cache).value)) > 0
+    return JobDemand([request.max_num_tokens for request in window], is_whole, shares, info.max_context)
+
+
+def sizes_for(config: Config, info: ModelInfo, memory: DeviceMemory, demand: JobDemand) -> Sizes:
+    """The sizes of a run. Raises UsageError."""
     block_size, limit = cache_limit(config, info, memory)
-    shares = shares_prefixes(config, info) and shared_fraction(window, block_size) > 0
-    demand = JobDemand([request.max_num_tokens for request in window], is_whole, shares, info.max_context)
     is_limit_set = config.cache.num_blocks != "auto" or config.cache.memory is not None
     windows = layer_windows(info)
-    return resolve_sizes(config.scheduler, block_size, limit, memory.kind, demand, is_limit_set, windows)
+    is_measured = memory.cache_bytes is not None
+    return resolve_sizes(config.scheduler, block_size, limit, memory.kind, demand, is_limit_set, windows, is_measured)
 
 
 def job_order(config: Config, window: list[Request], sizes: Sizes) -> Choice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nlargest
@@ -24,10 +25,15 @@ CACHE_FRACTION = {"cpu": 0.5, "cuda": 0.9}
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Where the cache goes: `kind` is "cpu" or "cuda", `free_bytes` what is left once the weights are there."""
+    """Where the cache goes: `kind` is "cpu" or "cuda", `free_bytes` what is left once the weights are there.
+
+    `cache_bytes` is what a step at its fullest leaves of them, once that was measured, and `cache_reason` the sum in words.
+    """
 
     kind: str
     free_bytes: int
+    cache_bytes: int | None = None
+    cache_reason: str = ""
 
 
 class JobDemand(NamedTuple):
@@ -93,7 +99,7 @@ def most_blocks(cache: CacheConfig, block_bytes: int, memory: DeviceMemory, own:
     """
     if cache.num_blocks != "auto":
         return Choice(str(cache.num_blocks), "as set")
-    budget = memory_bytes(cache.memory if cache.memory is not None else CACHE_FRACTION[memory.kind], memory.free_bytes)
+    budget, reason = _cache_budget(cache, memory)
     both = block_bytes + (own.block_bytes if own is not None else 0)
     num_blocks = budget // both
     if own is not None and num_blocks > own.most_blocks:
@@ -103,7 +109,15 @@ def most_blocks(cache: CacheConfig, block_bytes: int, memory: DeviceMemory, own:
             f"cache.memory: {budget:,} bytes of {memory.free_bytes:,} free on {memory.kind} hold no block of the KV cache, "
             f"which takes {both:,} bytes"
         )
-    return Choice(str(num_blocks), f"{budget / 2**30:.2f} GiB of {memory.free_bytes / 2**30:.2f} GiB free")
+    return Choice(str(num_blocks), reason)
+
+
+def _cache_budget(cache: CacheConfig, memory: DeviceMemory) -> tuple[int, str]:
+    """Bytes that the cache may take, and why: as set, or a part of what is free, and no more than is left where that was measured."""
+    wanted = memory_bytes(cache.memory if cache.memory is not None else CACHE_FRACTION[memory.kind], memory.free_bytes)
+    if memory.cache_bytes is not None and (cache.memory is None or memory.cache_bytes < wanted):
+        return memory.cache_bytes, memory.cache_reason
+    return wanted, f"{wanted / 2**30:.2f} GiB of {memory.free_bytes / 2**30:.2f} GiB free"
 
 
 def largest_step(scheduler: SchedulerConfig, kind: str) -> tuple[int, int]:
@@ -121,14 +135,25 @@ def resolve_sizes(
     job: JobDemand,
     is_limit_set: bool,
     windows: LayerWindows | None = None,
+    holds_known_rows: bool = False,
 ) -> Sizes:
-    """Sizes for a job whose cache may have at most `limit` blocks; with `is_limit_set` it has exactly that many."""
+    """Sizes for a job whose cache may have at most `limit` blocks; with `is_limit_set` it has exactly that many.
+
+    With `holds_known_rows` it has more if the largest row that is known needs them.
+    """
     reasons: dict[str, str] = {}
     seats = _max_batch_size(scheduler, kind, job, reasons)
     budget = _token_budget(scheduler, kind, seats, reasons)
     span = window_span(windows.window, budget, block_size) if windows is not None else None
     at_most = span if windows is not None and windows.are_all else None
-    num_blocks = _num_blocks(block_size, limit, min(seats, budget), job, is_limit_set, reasons, at_most)
+    needs = [min(-(-tokens // block_size), at_most or sys.maxsize) for tokens in job.row_tokens]
+    num_blocks = int(limit.value)
+    if is_limit_set or (wanted := _wanted_blocks(block_size, needs, min(seats, budget), job, at_most)) >= num_blocks:
+        reasons["cache.num_blocks"] = limit.reason
+    else:
+        num_blocks, reasons["cache.num_blocks"] = wanted, "all that the job can use"
+    if holds_known_rows:
+        num_blocks = max(num_blocks, *needs, 1)
     own = min(num_blocks, min(seats, budget) * span) if span is not None and at_most is None else 0
     return Sizes(budget, seats, block_size, num_blocks, reasons, own, _draft_tokens(scheduler, kind, budget, reasons))
 
@@ -163,30 +188,12 @@ def _token_budget(scheduler: SchedulerConfig, kind: str, seats: int, reasons: di
     return TOKEN_BUDGET[kind]
 
 
-def _num_blocks(
-    block_size: int,
-    limit: Choice,
-    seats: int,
-    job: JobDemand,
-    is_limit_set: bool,
-    reasons: dict[str, str],
-    at_most: int | None,
-) -> int:
-    """The limit, or less where the job cannot use it: blocks of its largest `seats` rows, or of all rows when some share.
+def _wanted_blocks(block_size: int, needs: Sequence[int], seats: int, job: JobDemand, at_most: int | None) -> int:
+    """All that the job can use: blocks of its largest `seats` rows, or of all rows when some share.
 
-    No row holds more than `at_most` blocks.
+    `needs` are the blocks of each row that is known; no row holds more than `at_most`.
     """
-    if is_limit_set:
-        reasons["cache.num_blocks"] = limit.reason
-        return int(limit.value)
-    needs = [-(-tokens // block_size) for tokens in job.row_tokens]
     if not job.is_whole:
-        needs.append(-(-job.max_context // block_size))
-    if at_most is not None:
-        needs = [min(need, at_most) for need in needs]
-    wanted = max(sum(needs) if job.shares_prefixes else sum(nlargest(seats, needs)), 1)
-    if wanted >= int(limit.value):
-        reasons["cache.num_blocks"] = limit.reason
-        return int(limit.value)
-    reasons["cache.num_blocks"] = "all that the job can use"
-    return wanted
+        longest = -(-job.max_context // block_size)
+        needs = [*needs, longest if at_most is None else min(longest, at_most)]
+    return max(sum(needs) if job.shares_prefixes else sum(nlargest(seats, needs)), 1)

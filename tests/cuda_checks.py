@@ -20,7 +20,7 @@ from contbatch_cli.core.scheduler import StallFreeScheduler
 from contbatch_cli.core.stop import standard_stop_rule
 from contbatch_cli.model.attention import ATTENTION_NAME, AttentionVariant, backend_named
 from contbatch_cli.model.kv_cache import KVCache, LayerShape
-from contbatch_cli.model.memory import cache_bytes, free_cuda_bytes, full_step, is_out_of_memory, num_step_blocks, step_peak
+from contbatch_cli.model.memory import cache_bytes, free_bytes, full_step, is_out_of_memory, num_step_blocks, step_peak
 from contbatch_cli.model.probe import layers_of
 from contbatch_cli.model.runner import ModelRunner
 from contbatch_cli.model.sampler import Sampler
@@ -205,7 +205,7 @@ def check_memory(device: torch.device) -> str:
     runner = built.runner(num_blocks, 16)
     peak = step_peak(runner, step, device)
     assert peak > 64 * TINY.vocab_size * 4, f"a step of {step.num_tokens} tokens cannot peak at {peak:,} bytes"
-    memory = cache_bytes(free_cuda_bytes(device), peak, "cuda")
+    memory = cache_bytes(free_bytes(device), peak, "cuda")
     return f"peak of a step of {step.num_tokens:,} tokens {peak:,} bytes; cache {memory.reason}"
 
 

@@ -231,9 +231,11 @@ class BatchRun:
             return None
         self._is_cancellable = True
         try:
-            return build_executor(self.job)
+            executor = build_executor(self.job)
         except OutOfTime:
             return None
+        self.job = executor.job or self.job
+        return executor
 
     def execute(self, executor: build.Executor) -> None:
         """All iterations, unless a signal or the time limit ends them."""

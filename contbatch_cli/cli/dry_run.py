@@ -130,7 +130,8 @@ class DryRun:
 
     def _end_window(self, is_last: bool) -> None:
         if self.sizes is None:
-            self.sizes = build.job_sizes(self._config, self._info, self._memory, self._window, is_last)
+            demand = build.job_demand(self._config, self._info, self._window, is_last)
+            self.sizes = build.sizes_for(self._config, self._info, self._memory, demand)
             self.order = build.job_order(self._config, self._window, self.sizes)
         seats = min(self.sizes.max_batch_size, self.sizes.token_budget)
         for request in self._window:

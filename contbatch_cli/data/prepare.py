@@ -125,6 +125,10 @@ class Preparer:
         self._run_seed = defaults.run_seed
         self._settings: dict[tuple[Any, ...], _Settings] = {}
 
+    def limit_cache(self, num_blocks: int) -> None:
+        """From here on the cache has so many blocks: what does not fit it is a fault."""
+        self._limits = replace(self._limits, num_blocks=num_blocks)
+
     def prepare(self, row: Row) -> PreparedRow | RowFault:
         """The row's requests, or the fault that is its record."""
         try:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from contbatch_cli import machine
 from contbatch_cli.core.batch import Logits, ScheduledBatch, ScheduledSequence
 from contbatch_cli.core.request import RequestId, SamplingParams
 from contbatch_cli.errors import UsageError
@@ -31,6 +32,20 @@ class CacheMemory(NamedTuple):
 
     num_bytes: int
     reason: str
+
+
+def left_for_cache(
+    make_runner: Callable[[int], Executes], device: torch.device, token_budget: int, seats: int, block_size: int
+) -> CacheMemory:
+    """What a step of that budget and so many seats leaves at its peak: such a step is run, in a cache of its own.
+
+    `make_runner` makes the runner, with a cache of a number of blocks, beside which there is none yet. Raises UsageError when
+    nothing is left.
+    """
+    step = full_step(token_budget, seats, block_size)
+    peak = step_peak(make_runner(num_step_blocks(step)), step, device)
+    release_unused(device)
+    return cache_bytes(free_bytes(device), peak, device.type)
 
 
 def cache_bytes(free_bytes: int, peak_bytes: int, kind: str) -> CacheMemory:
@@ -50,8 +65,10 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
-def free_cuda_bytes(device: torch.device) -> int:
-    """Memory that a new tensor could take: what the driver has free, and what torch's own pool holds unused."""
+def free_bytes(device: torch.device) -> int:
+    """Memory that a new tensor could take; of a GPU what the driver has free, and what torch's own pool holds unused."""
+    if device.type != "cuda":
+        return machine.free_memory_bytes()
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 

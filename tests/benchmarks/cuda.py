@@ -27,7 +27,7 @@ from transformers import GenerationConfig, Qwen3Config
 
 from contbatch_cli.core.batch import ScheduledBatch
 from contbatch_cli.model.kv_cache import bytes_per_block
-from contbatch_cli.model.memory import cache_bytes, free_cuda_bytes, full_step, num_step_blocks, step_peak
+from contbatch_cli.model.memory import left_for_cache
 from tests.cuda_checks import CHECKS, TINY, Built, Recorded, Row, blocks_for, check_golden_tokens, drawn_rows, run_job
 
 BLOCK_SIZE = 16
@@ -114,12 +114,7 @@ def resolve_cache(built: Built, budget: int, seats: int, rows: list[Row]) -> tup
     wanted = blocks_for(rows, BLOCK_SIZE)
     if built.device.type != "cuda":
         return wanted, "all that the job can use"
-    step = full_step(budget, seats, BLOCK_SIZE)
-    runner = built.runner(num_step_blocks(step), BLOCK_SIZE)
-    peak = step_peak(runner, step, built.device)
-    del runner
-    torch.cuda.empty_cache()
-    memory = cache_bytes(free_cuda_bytes(built.device), peak, "cuda")
+    memory = left_for_cache(lambda num_blocks: built.runner(num_blocks, BLOCK_SIZE), built.device, budget, seats, BLOCK_SIZE)
     held = memory.num_bytes // bytes_per_block(built.layers, BLOCK_SIZE, built.dtype)
     return min(wanted, held), f"{held:,} blocks: {memory.reason}; the job can use {wanted:,}"
 
