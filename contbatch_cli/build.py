@@ -179,11 +179,17 @@ def device_memory(config: Config, model: TextModel) -> DeviceMemory:
 
 def weights_bytes(config: Config, kind: str, model: TextModel) -> int:
     info, dtype = model.info, dtype_name(config.model, kind, model.info)
-    each = DTYPE_BYTES["bfloat16" if stays_bfloat16(config, kind, info) else dtype]
-    own = info.num_parameters * each
+    own = info.num_parameters * bytes_per_weight(config, kind, info)
     if config.model.weights == "int8":
-        own = info.num_parameters + info.vocab_size * info.hidden_size * each
+        own += info.vocab_size * info.hidden_size * DTYPE_BYTES["bfloat16" if stays_bfloat16(config, kind, info) else dtype]
     return own + model.num_adapter_parameters * DTYPE_BYTES[dtype]
+
+
+def bytes_per_weight(config: Config, kind: str, info: ModelInfo) -> int:
+    """Of the weights of linear layers, as they are held."""
+    if config.model.weights == "int8":
+        return 1
+    return DTYPE_BYTES["bfloat16" if stays_bfloat16(config, kind, info) else dtype_name(config.model, kind, info)]
 
 
 def stays_bfloat16(config: Config, kind: str, info: ModelInfo) -> bool:

@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from contbatch_cli.core.batch import ScheduledBatch
+from contbatch_cli.core.batch import ScheduledBatch, ScheduledSequence
 from contbatch_cli.errors import UsageError
 from contbatch_cli.units import counted
 
 Curve = tuple[tuple[float, float], ...]
 """Points (x, seconds), x ascending."""
+
+VERSION = 2
+"""Of a stored cost model: counts up with its fields, and when the engine's steps take another time than those measured before."""
 
 _FIT_ROUNDS = 4000
 
@@ -22,7 +25,8 @@ class StepShape(NamedTuple):
 
     `num_samples` counts the tokens that go through the LM head and the sampler. `decode_context` is the number of cached tokens
     that runs of one token read, `prefill_pairs` the number of query-key pairs of the longer runs, whose attention is arithmetic
-    rather than reading. A decode with drafts reads its context once and then has their pairs.
+    rather than reading. A decode with drafts reads its context once and then has their pairs. `shared_context` is that part of
+    `decode_context` which lies in blocks that another decode of the step reads too: a common prefix, counted for all but one of them.
     """
 
     num_tokens: int
@@ -30,14 +34,18 @@ class StepShape(NamedTuple):
     num_samples: int
     decode_context: int
     prefill_pairs: int
+    shared_context: int = 0
 
 
 def shape_of(batch: ScheduledBatch) -> StepShape:
     """One walk over the plan."""
     num_samples = decode_context = prefill_pairs = 0
+    decodes: dict[int, list[ScheduledSequence]] = {}
     for sequence in batch.sequences:
         num_samples += sequence.samples + sequence.num_drafts
         length = len(sequence.tokens)
+        if length == 1 or sequence.num_drafts:
+            decodes.setdefault(sequence.block_ids[0], []).append(sequence)
         if length == 1:
             decode_context += sequence.start + 1
         elif sequence.num_drafts:
@@ -45,7 +53,22 @@ def shape_of(batch: ScheduledBatch) -> StepShape:
             prefill_pairs += sequence.num_drafts * sequence.end
         else:
             prefill_pairs += length * sequence.start + length * (length + 1) // 2
-    return StepShape(batch.num_tokens, len(batch.sequences), num_samples, decode_context, prefill_pairs)
+    shared_context = sum(_shared_tokens(group) for group in decodes.values() if len(group) > 1)
+    return StepShape(batch.num_tokens, len(batch.sequences), num_samples, decode_context, prefill_pairs, shared_context)
+
+
+def _shared_tokens(sequences: Sequence[ScheduledSequence]) -> int:
+    """Tokens in the blocks with which all tables begin, for all sequences but one. The tables cover the contexts, so that tells how
+    many tokens a block has."""
+    first, last = min(sequences, key=_table), max(sequences, key=_table)
+    pairs = zip(first.block_ids, last.block_ids, strict=False)
+    num_blocks = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first.block_ids), len(last.block_ids)))
+    context, table = max((one.end - one.block_start, len(one.block_ids)) for one in (first, last))
+    return num_blocks * context // table * (len(sequences) - 1)
+
+
+def _table(sequence: ScheduledSequence) -> tuple[int, ...]:
+    return sequence.block_ids
 
 
 class MeasuredStep(NamedTuple):
@@ -71,6 +94,8 @@ class CostModel:
     run_s: float = 0.0
     decode_context_s: float = 0.0
     prefill_pair_s: float = 0.0
+    shared_context_s: float = 0.0
+    """Of a token of a prefix that another decode has read already."""
 
     def step_s(self, batch: ScheduledBatch) -> float:
         """The seconds that executing this plan takes."""
@@ -80,8 +105,9 @@ class CostModel:
         seconds = interpolate(self.token_curve, shape.num_tokens)
         if shape.num_samples:
             seconds += interpolate(self.sample_curve, shape.num_samples)
-        linear = shape.num_runs * self.run_s + shape.decode_context * self.decode_context_s
-        return seconds + linear + shape.prefill_pairs * self.prefill_pair_s
+        own_context = shape.decode_context - shape.shared_context
+        context = own_context * self.decode_context_s + shape.shared_context * self.shared_context_s
+        return seconds + shape.num_runs * self.run_s + context + shape.prefill_pairs * self.prefill_pair_s
 
     def as_dict(self) -> dict[str, Any]:
         """For a file; `from_dict` reads it back."""
@@ -99,6 +125,7 @@ class CostModel:
                 run_s=float(fields["run_s"]),
                 decode_context_s=float(fields["decode_context_s"]),
                 prefill_pair_s=float(fields["prefill_pair_s"]),
+                shared_context_s=float(fields["shared_context_s"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"no stored cost model: {error!r}; run contbatch calibrate again") from error
@@ -123,14 +150,14 @@ def fit_cost_model(
 ) -> CostModel:
     """The non-negative least-squares fit of relative errors, by coordinate descent.
 
-    The steps must vary tokens, samples, context and pairs apart from one another; 50 to 100 of them are enough.
+    The steps must vary tokens, samples, contexts and pairs apart from one another; 50 to 100 of them are enough.
     """
     rows = [_features(step.shape, token_knots, sample_knots) for step in steps]
     weighted = [[value / step.seconds for value in row] for row, step in zip(rows, steps, strict=True)]
     found = nonnegative_least_squares(weighted, [1.0] * len(steps))
     num_tokens, num_samples = len(token_knots), len(sample_knots)
     samples = found[num_tokens : num_tokens + num_samples]
-    run_s, decode_context_s, prefill_pair_s = found[num_tokens + num_samples :]
+    run_s, decode_context_s, shared_context_s, prefill_pair_s = found[num_tokens + num_samples :]
     return CostModel(
         source=source,
         is_estimate=False,
@@ -139,6 +166,7 @@ def fit_cost_model(
         run_s=run_s,
         decode_context_s=decode_context_s,
         prefill_pair_s=prefill_pair_s,
+        shared_context_s=shared_context_s,
     )
 
 
@@ -149,7 +177,8 @@ def _features(shape: StepShape, token_knots: Sequence[int], sample_knots: Sequen
     if shape.num_samples:
         for knot, weight in _hat_weights(sample_knots, shape.num_samples):
             row[len(token_knots) + knot] += weight
-    return [*row, shape.num_runs, shape.decode_context, shape.prefill_pairs]
+    own_context = shape.decode_context - shape.shared_context
+    return [*row, shape.num_runs, own_context, shape.shared_context, shape.prefill_pairs]
 
 
 def nonnegative_least_squares(matrix: Sequence[Sequence[float]], target: Sequence[float]) -> list[float]:
@@ -220,12 +249,16 @@ def _first(config: Mapping[str, Any], *names: str) -> int:
 
 
 class DeviceFigures(NamedTuple):
-    """What of a device an estimate goes by: reachable arithmetic and memory speed, and the fixed cost of a layer's kernels."""
+    """What of a device an estimate goes by: reachable arithmetic and memory speed, and the fixed cost of a layer's kernels.
+
+    `shared_price` is what a token of a common prefix costs each further decode, as a part of what it costs the first.
+    """
 
     name: str
     flops: float
     bytes_per_s: float
     layer_overhead_s: float
+    shared_price: float
 
 
 _CPU_CORE_FLOPS = 60e9
@@ -247,22 +280,23 @@ _KNOWN_GPUS: dict[str, tuple[float, float]] = {
 def device_figures(device: str, num_cores: int = 1) -> DeviceFigures:
     """The figures of a device by its name (`cpu`, `NVIDIA H200`); an unknown accelerator is taken for an A100."""
     if device.startswith("cpu"):
-        return DeviceFigures(counted(num_cores, "CPU core"), _CPU_CORE_FLOPS * num_cores, _CPU_BYTES_PER_S, 1e-4)
+        return DeviceFigures(counted(num_cores, "CPU core"), _CPU_CORE_FLOPS * num_cores, _CPU_BYTES_PER_S, 1e-4, 0.2)
     for name, (flops, bytes_per_s) in _KNOWN_GPUS.items():
         if name in device:
-            return DeviceFigures(name, flops, bytes_per_s, 6e-5)
-    return DeviceFigures(f"{device}, taken for an A100", *_KNOWN_GPUS["A100"], 6e-5)
+            return DeviceFigures(name, flops, bytes_per_s, 6e-5, 1.0)
+    return DeviceFigures(f"{device}, taken for an A100", *_KNOWN_GPUS["A100"], 6e-5, 1.0)
 
 
 ESTIMATE_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
-def roofline(shape: ModelShape, device: DeviceFigures, bytes_per_value: int) -> CostModel:
+def roofline(shape: ModelShape, device: DeviceFigures, bytes_per_value: int, bytes_per_weight: int) -> CostModel:
     """Each product takes the longer of its arithmetic and the reading of its weights; attention likewise for what it reads."""
 
     def product_s(parameters: int, active: int, rows: int) -> float:
-        return max(2 * active * rows / device.flops, parameters * bytes_per_value / device.bytes_per_s)
+        return max(2 * active * rows / device.flops, parameters * bytes_per_weight / device.bytes_per_s)
 
+    context_s = shape.kv_values * bytes_per_value / device.bytes_per_s
     overhead_s = shape.num_layers * device.layer_overhead_s
     layers = (shape.layer_parameters, shape.active_parameters)
     head = (shape.lm_head_parameters, shape.lm_head_parameters)
@@ -271,6 +305,7 @@ def roofline(shape: ModelShape, device: DeviceFigures, bytes_per_value: int) -> 
         is_estimate=True,
         token_curve=tuple((float(rows), overhead_s + product_s(*layers, rows)) for rows in ESTIMATE_KNOTS),
         sample_curve=tuple((float(rows), product_s(*head, rows)) for rows in ESTIMATE_KNOTS),
-        decode_context_s=shape.kv_values * bytes_per_value / device.bytes_per_s,
+        decode_context_s=context_s,
         prefill_pair_s=4 * shape.num_layers * shape.attention_width / device.flops,
+        shared_context_s=context_s * device.shared_price,
     )

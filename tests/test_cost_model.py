@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from contbatch_cli.core.batch import ScheduledBatch
+from contbatch_cli.core.batch import Logits, ScheduledBatch, ScheduledSequence
+from contbatch_cli.core.request import GREEDY, RequestId
 from contbatch_cli.cost_model import (
     CostModel,
     MeasuredStep,
@@ -29,7 +30,9 @@ SMOL = {
     "num_key_value_heads": 3,
     "vocab_size": 49152,
 }
-TRUTH = CostModel("t", False, ((1, 0.02), (8, 0.021), (64, 0.04), (256, 0.12)), ((1, 0.004), (64, 0.02)), 2e-5, 3e-8, 1e-9)
+TRUTH = CostModel(
+    "t", False, ((1, 0.02), (8, 0.021), (64, 0.04), (256, 0.12)), ((1, 0.004), (64, 0.02)), 2e-5, 3e-8, 1e-9, 1e-8
+)
 
 
 def test_interpolation_meets_the_points_and_goes_on_behind_the_last() -> None:
@@ -50,6 +53,19 @@ def test_the_shape_counts_what_a_plan_reads_and_computes() -> None:
     assert shape_of(ScheduledBatch((), 0)) == StepShape(0, 0, 0, 0, 0)
 
 
+def test_a_common_prefix_is_counted_for_all_but_one() -> None:
+    tables = [(0, 1, 2, 9), (0, 1, 2, 8), (0, 1, 7, 3, 4), (5, 1, 2), (0, 1, 2, 6)]
+    runs = [
+        ScheduledSequence(RequestId(i), (1,), 16 * len(table) - 1, table, 9, GREEDY, True, Logits.LAST)
+        for i, table in enumerate(tables)
+    ]
+    assert shape_of(ScheduledBatch(tuple(runs), 5)).shared_context == 3 * 2 * 16
+    assert shape_of(ScheduledBatch(tuple(runs[:2]), 2)).shared_context == 3 * 16
+    assert shape_of(ScheduledBatch((runs[0], runs[3]), 2)).shared_context == 0
+    long = runs[1]._replace(tokens=(1, 1, 1), start=runs[1].start - 2)
+    assert shape_of(ScheduledBatch((runs[0], long), 4)).shared_context == 0, "a prompt's attention is arithmetic"
+
+
 def drawn_steps(noise: float) -> list[MeasuredStep]:
     rng = random.Random(3)
     steps = []
@@ -57,7 +73,9 @@ def drawn_steps(noise: float) -> list[MeasuredStep]:
         decodes, prefill = rng.choice([0, 1, 4, 16, 64]), rng.choice([0, 2, 16, 60, 190])
         samples = decodes + rng.choice([0, 1])
         tokens = max(decodes + prefill, 1)
-        shape = StepShape(tokens, decodes + 1, samples, decodes * rng.randint(1, 500), prefill * rng.randint(1, 400))
+        context = decodes * rng.randint(1, 500)
+        shared = rng.choice([0, context // 2])
+        shape = StepShape(tokens, decodes + 1, samples, context, prefill * rng.randint(1, 400), shared)
         steps.append(MeasuredStep(shape, TRUTH.shape_s(shape) * (1 + rng.uniform(-noise, noise))))
     return steps
 
@@ -92,9 +110,12 @@ def test_the_shape_of_known_models() -> None:
 
 def test_an_estimate_is_bound_by_memory_at_one_token_and_by_arithmetic_at_many() -> None:
     device = device_figures("cpu", 2)
-    cost = roofline(ModelShape.from_config(SMOL), device, 4)
+    cost = roofline(ModelShape.from_config(SMOL), device, 4, 4)
     assert cost.is_estimate and "estimate" in cost.source
     one, many = StepShape(1, 1, 1, 100, 0), StepShape(1024, 1, 1, 0, 1024 * 512)
     assert 0.02 < cost.shape_s(one) < 0.06
+    assert roofline(ModelShape.from_config(SMOL), device, 4, 2).shape_s(one) < 0.7 * cost.shape_s(one)
+    apart, shared = (StepShape(64, 64, 64, 64 * 1000, 0, num_shared) for num_shared in (0, 63 * 900))
+    assert cost.shape_s(shared) < 0.7 * cost.shape_s(apart)
     assert cost.shape_s(many) > 1024 * 2 * 106e6 / device.flops
     assert device_figures("NVIDIA H200").bytes_per_s > device_figures("NVIDIA A100-SXM4").bytes_per_s

@@ -86,11 +86,12 @@ def _job(effective: Effective, model: build.TextModel, memory: DeviceMemory) -> 
 
 
 class RunKind(NamedTuple):
-    """One run of a step to be measured."""
+    """One run of a step to be measured; its first `shared` tokens are those of the step's other runs too."""
 
     length: int
     start: int
     samples: bool
+    shared: int = 0
 
 
 class StepLimits(NamedTuple):
@@ -113,7 +114,7 @@ def calibration_batches(limits: StepLimits, with_unsampled: bool) -> list[Schedu
 
 def _fits(step: Sequence[RunKind], limits: StepLimits) -> bool:
     ends = [run.start + run.length for run in step]
-    num_blocks = sum(-(-end // limits.block_size) for end in ends)
+    num_blocks = sum(-(-end // limits.block_size) for end in ends) - (len(step) - 1) * (step[0].shared // limits.block_size)
     num_tokens = sum(run.length for run in step)
     return max(ends) <= limits.max_context and num_tokens <= limits.token_budget and num_blocks <= limits.num_blocks
 
@@ -122,6 +123,9 @@ def _steps() -> Iterator[list[RunKind]]:
     for count in DECODES:
         for context in CONTEXTS:
             yield [RunKind(1, context - 1, True)] * count
+    for count in (4, 16, 64):
+        for shared in (256, 1024):
+            yield [RunKind(1, shared + 63, True, shared)] * count
     for length in PREFILLS:
         yield [RunKind(length, 0, True)]
         yield [RunKind(length, 0, False)]
@@ -135,11 +139,12 @@ def _steps() -> Iterator[list[RunKind]]:
 
 
 def _batch(step: Sequence[RunKind], block_size: int) -> ScheduledBatch:
-    """The step as a plan, each run with blocks of its own."""
-    sequences, first = [], 0
+    """The step as a plan, each run with blocks of its own but for whole blocks of what it shares."""
+    common = tuple(range(step[0].shared // block_size))
+    sequences, first = [], len(common)
     for index, run in enumerate(step):
-        needed = -(-(run.start + run.length) // block_size)
-        blocks = tuple(range(first, first + needed))
+        needed = -(-(run.start + run.length) // block_size) - len(common)
+        blocks = (*common, *range(first, first + needed))
         first += needed
         prompt = run.start if run.length == 1 else run.start + run.length
         logits = Logits.LAST if run.samples else Logits.NONE

@@ -15,6 +15,7 @@ from contbatch_cli.build import (
     TextModel,
     arithmetic_name,
     build_engine,
+    bytes_per_weight,
     device_kind,
     device_memory,
     dtype_name,
@@ -27,7 +28,7 @@ from contbatch_cli.cli.replica_lines import ReplicaTotals
 from contbatch_cli.cli.schedule_view import Schedule
 from contbatch_cli.config import Config
 from contbatch_cli.config_files import Effective
-from contbatch_cli.cost_model import CostModel, ModelShape, device_figures, roofline
+from contbatch_cli.cost_model import VERSION, CostModel, ModelShape, device_figures, roofline
 from contbatch_cli.data.model_files import ModelInfo, read_json
 from contbatch_cli.data.model_store import cache_dir
 from contbatch_cli.data.rows import RowFault
@@ -131,7 +132,7 @@ def calibration_path(config: Config, info: ModelInfo, kind: str) -> Path:
     """Where the measured cost model of this model, type and devices is kept; on a CPU also of this number of threads."""
     threads = f"-{num_threads(config)}t" if kind == "cpu" else ""
     devices = f"-{config.model.tensor_parallel}d" if config.model.tensor_parallel > 1 else ""
-    name = f"{info.fingerprint[:16]}-{kind}{threads}{devices}-{arithmetic_name(config.model, kind, info)}.json"
+    name = f"{info.fingerprint[:16]}-{kind}{threads}{devices}-{arithmetic_name(config.model, kind, info)}-{VERSION}.json"
     return cache_dir() / "calibrations" / name
 
 
@@ -147,7 +148,8 @@ def cost_model(config: Config, info: ModelInfo, kind: str) -> CostModel:
     if stored is not None:
         return CostModel.from_dict(stored)
     figures = device_figures(machine.gpu_name() if kind == "cuda" else "cpu", num_threads(config))
-    return roofline(ModelShape.from_config(_config_json(info)), figures, DTYPE_BYTES[dtype_name(config.model, kind, info)])
+    value_bytes, weight_bytes = DTYPE_BYTES[dtype_name(config.model, kind, info)], bytes_per_weight(config, kind, info)
+    return roofline(ModelShape.from_config(_config_json(info)), figures, value_bytes, weight_bytes)
 
 
 def _config_json(info: ModelInfo) -> dict[str, Any]:

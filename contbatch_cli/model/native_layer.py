@@ -59,7 +59,7 @@ class NativeDecoderLayer(nn.Module):
             parts.rotary_size,
             cpu_kernels.AttentionShape(*parts.shape_fields),
         )
-        self._packed = packed
+        self.packed = packed
         if parts.variant.sinks is not None:
             self._owned.append(parts.variant.sinks)
 

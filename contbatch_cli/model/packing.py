@@ -5,6 +5,7 @@ This goes layer by layer, so that beside the finished ones there is at no time m
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 
 from contbatch_cli.model import cpu_kernels
 from contbatch_cli.model.memory import release_unused
-from contbatch_cli.model.native_layer import swap_layer
+from contbatch_cli.model.native_layer import NativeDecoderLayer, swap_layer
 from contbatch_cli.model.packed_linear import NativeLinear, PackedEmbedding, ShortEmbedding, pack_linears
 from contbatch_cli.units import counted
 
@@ -22,19 +23,24 @@ RELEASE_EVERY = 8
 
 
 class Packing(NamedTuple):
-    """What was done to a model. `num_layers` decoder layers run in one call each; `num_linears` other weights are packed."""
+    """What was done to a model. `num_layers` decoder layers run in one call each; `num_linears` other weights are packed.
+
+    `dtypes` are those in which the compiled kernels hold the weights: bfloat16 where that is all of them.
+    """
 
     num_layers: int
     num_linears: int
-    is_int8: bool = False
+    dtypes: frozenset[torch.dtype] = frozenset()
 
     def __str__(self) -> str:
         library = cpu_kernels.library()
         kind = "oneDNN" if library is None else "compiled kernels"
-        if self.is_int8:
+        if torch.uint8 in self.dtypes:
             kind += ", int8"
         elif library is not None and library.uses_amx:
             kind += ", AMX"
+        if self.dtypes == {torch.bfloat16}:
+            kind += ", weights in 16 bits as stored"
         return f"{counted(self.num_layers, 'layer')} native, {counted(self.num_linears, 'weight')} packed ({kind})"
 
 
@@ -64,7 +70,15 @@ def pack_model(model: PreTrainedModel, backend: str, is_int8: bool = False, dtyp
     if is_tied and not is_int8 and isinstance(head := model.get_output_embeddings(), NativeLinear):
         model.set_input_embeddings(PackedEmbedding(head))
     release_unused(torch.device("cpu"))
-    return Packing(num_layers, num_linears, is_int8)
+    return Packing(num_layers, num_linears, frozenset(_packed_dtypes(model)))
+
+
+def _packed_dtypes(model: nn.Module) -> Iterator[torch.dtype]:
+    for module in model.modules():
+        if isinstance(module, NativeLinear):
+            yield module.packed.panels.dtype
+        elif isinstance(module, NativeDecoderLayer):
+            yield from (weight.panels.dtype for weight in module.packed)
 
 
 def _widen(module: nn.Module, dtype: torch.dtype) -> None:

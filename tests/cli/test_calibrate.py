@@ -16,7 +16,7 @@ from contbatch_cli.data.model_files import ModelInfo, read_json
 from contbatch_cli.errors import EngineError
 from tests.cli.scripted import write_model
 
-TRUTH = CostModel("t", False, ((1, 0.02), (32, 0.03), (512, 0.3)), ((1, 0.004), (64, 0.02)), 2e-5, 3e-8, 1e-9)
+TRUTH = CostModel("t", False, ((1, 0.02), (32, 0.03), (512, 0.3)), ((1, 0.004), (64, 0.02)), 2e-5, 3e-8, 1e-9, 1e-8)
 
 
 class SlowRunner:
@@ -37,8 +37,10 @@ def test_batches_are_plans_that_the_cache_holds(num_blocks: int) -> None:
     for batch in batches:
         assert 0 < batch.num_tokens <= 512
         assert batch.num_tokens == sum(len(sequence.tokens) for sequence in batch.sequences)
-        blocks = [block for sequence in batch.sequences for block in sequence.block_ids]
-        assert len(blocks) == len(set(blocks)) and max(blocks) < num_blocks
+        tables = [sequence.block_ids for sequence in batch.sequences]
+        blocks = [block for table in tables for block in table]
+        assert len(blocks) - len(set(blocks)) == shape_of(batch).shared_context / 16 and max(blocks) < num_blocks
+        assert len({table[-1] for table in tables}) == len(tables)
         for sequence in batch.sequences:
             assert len(sequence.block_ids) * 16 >= sequence.end
     assert any(shape_of(batch).num_samples == 0 for batch in batches)
