@@ -1,4 +1,4 @@
-"""How well a rehearsal tells the time: predicted against measured makespan and p99 ITL on three jobs, median of three runs.
+"""How well a rehearsal tells the time: predicted against measured makespan and p99 ITL on four jobs, median of three runs.
 
     python tests/benchmarks/rehearsal_time.py [--runs 3] [--skip-calibration]
 
@@ -19,12 +19,13 @@ from statistics import median
 from contbatch_cli.metrics import Metrics, MetricsSnapshot
 from contbatch_cli.trace import read_trace
 
-JOBS: dict[str, tuple[int, tuple[int, int], tuple[int, int], list[str]]] = {
-    "decode-heavy": (32, (8, 64), (64, 128), []),
-    "prefill-heavy": (32, (128, 512), (4, 24), ["--set", "scheduler.token_budget=128"]),
-    "small cache": (32, (32, 200), (16, 96), ["--set", "cache.num_blocks=96", "--set", "scheduler.max_batch_size=16"]),
+JOBS: dict[str, tuple[int, int, tuple[int, int], tuple[int, int], list[str]]] = {
+    "decode-heavy": (32, 0, (8, 64), (64, 128), []),
+    "prefill-heavy": (32, 0, (128, 512), (4, 24), ["--set", "scheduler.token_budget=128"]),
+    "small cache": (32, 0, (32, 200), (16, 96), ["--set", "cache.num_blocks=96", "--set", "scheduler.max_batch_size=16"]),
+    "shared prefix": (48, 1200, (8, 64), (32, 96), []),
 }
-"""Rows, range of prompt lengths, range of output lengths, options."""
+"""Rows, tokens that all begin with, range of prompt lengths beyond these, range of output lengths, options."""
 
 
 def main() -> None:
@@ -42,7 +43,7 @@ def main() -> None:
 
 def compare(name: str, number: int, directory: Path, runs: int) -> None:
     rows = write_rows(directory / f"{number}.jsonl", name, number)
-    options = [*JOBS[name][3], "--set", "output.token_ids=true"]
+    options = [*JOBS[name][-1], "--set", "output.token_ids=true"]
     measured = [run(rows, options, directory) for _ in range(runs)]
     output = directory / "out.jsonl"
     rehearsed = directory / "rehearsed.jsonl"
@@ -56,11 +57,12 @@ def compare(name: str, number: int, directory: Path, runs: int) -> None:
 
 
 def write_rows(path: Path, name: str, seed: int) -> Path:
-    num_rows, prompts, outputs, _ = JOBS[name]
+    num_rows, num_shared, prompts, outputs, _ = JOBS[name]
     rng = random.Random(seed)
+    shared = [rng.randint(100, 40_000) for _ in range(num_shared)]
     with path.open("w") as file:
         for _ in range(num_rows):
-            ids = [rng.randint(100, 40_000) for _ in range(rng.randint(*prompts))]
+            ids = [*shared, *(rng.randint(100, 40_000) for _ in range(rng.randint(*prompts)))]
             file.write(json.dumps({"prompt_token_ids": ids, "max_tokens": rng.randint(*outputs), "ignore_eos": True}) + "\n")
     return path
 

@@ -12,7 +12,7 @@
 #define CONTBATCH_ATTENTION_H
 
 #define TILE_KEYS 64
-#define UNIT_ROWS (4 * TILE_ROWS)
+#define UNIT_ROWS (8 * TILE_ROWS)
 
 typedef struct {
     int32_t heads, kv_heads, key_size, value_size;
@@ -190,36 +190,41 @@ ALWAYS_INLINE void transpose(const float *const *rows, int offset, float *out) {
 #endif
 }
 
-/* Bring LANES keys and values, from column `i` on a line of each, into the second-level cache. */
-ALWAYS_INLINE void prefetch_lanes(const float *const *keys, const float *const *values, int i, int key_size, int value_size) {
-    for (int j = 0; j < LANES; j++) {
-        if (i < key_size) __builtin_prefetch(keys[j] + i, 0, 2);
-        if (i < value_size) __builtin_prefetch(values[j] + i, 0, 2);
+/* Where the first kv head's keys and values of a tile's positions are, and then those of the next tile. */
+typedef struct {
+    const float *keys[2 * TILE_KEYS], *values[2 * TILE_KEYS];
+} Places;
+
+/* Bring a line of LANES keys and values of kv head `kv`, from the `first` place and column `i` on, into the second-level cache. */
+ALWAYS_INLINE void prefetch_lanes(const AttentionShape *shape, const Places *places, int kv, int first, int i) {
+    for (int j = first; j < first + LANES; j++) {
+        if (i < shape->key_size) __builtin_prefetch(places->keys[j] + kv * shape->key_size + i, 0, 2);
+        if (i < shape->value_size) __builtin_prefetch(places->values[j] + kv * shape->value_size + i, 0, 2);
     }
 }
 
-/* Keys [count, D] at their places, to panels [ceil(count / PANEL)][D][PANEL]. What fills up the last panel is any number. */
-static void pack_keys(const AttentionShape *shape, const float *const *keys, const float *const *values, int count, float *panels) {
+/* A tile's keys [count, D] of kv head `kv`, to panels [ceil(count / PANEL)][D][PANEL]. What fills up the last panel is any number. */
+static void pack_keys(const AttentionShape *shape, const Places *places, int kv, int count, float *panels) {
     int size = shape->key_size, longest = size > shape->value_size ? size : shape->value_size;
     for (int first = 0; first < TILE_KEYS; first += LANES) {
         const float *rows[LANES];
-        for (int j = 0; j < LANES; j++) rows[j] = keys[first + j < count ? first + j : first];
+        for (int j = 0; j < LANES; j++) rows[j] = places->keys[first + j < count ? first + j : first] + kv * size;
         float *out = panels + (size_t)(first / PANEL) * PANEL * size + first % PANEL;
         int i = 0, ahead = TILE_KEYS + first;
         for (; i + LANES <= size; i += LANES) {
-            prefetch_lanes(keys + ahead, values + ahead, i, size, shape->value_size);
+            prefetch_lanes(shape, places, kv, ahead, i);
             if (first < count) transpose(rows, i, out + (size_t)i * PANEL);
         }
-        for (int k = i; k < longest; k += 16) prefetch_lanes(keys + ahead, values + ahead, k, size, shape->value_size);
+        for (int k = i; k < longest; k += 16) prefetch_lanes(shape, places, kv, ahead, k);
         if (first < count)
             for (; i < size; i++)
                 for (int j = 0; j < LANES; j++) out[(size_t)i * PANEL + j] = rows[j][i];
     }
 }
 
-/* Columns `first` to `first + PANEL` of values [count, E] at their places, to [count, PANEL]. */
-static void pack_values(const float *const *values, int count, int first, int size, float *panel) {
-    for (int j = 0; j < count; j++) memcpy(panel + j * PANEL, values[j] + first, sizeof(float) * (size - first));
+/* `width` columns of values [count, E] at their places, from column `first` on, to [count, PANEL]. */
+static void pack_values(const float *const *values, int count, int first, int width, float *panel) {
+    for (int j = 0; j < count; j++) memcpy(panel + j * PANEL, values[j] + first, sizeof(float) * width);
 }
 
 /* Scores [rows, TILE_KEYS] of the tile's keys. */
@@ -243,46 +248,80 @@ static void add_columns(const float *weights, int rows, const float *values, ptr
     }
 }
 
-/* sums [rows, E] += weights [rows, TILE_KEYS] times the tile's values, which are at `values` and lie `stride` apart where their
- * slots follow each other. Whole panels are read in place, a last part of one by a copy. */
-static void add_values(const AttentionShape *shape, const float *weights, int rows, const float *const *values, ptrdiff_t stride,
-                       int count, float *copy, float *sums) {
-    int size = shape->value_size, width = (int)whole(size, PANEL), end;
+/* sums [rows, E] += weights [rows, TILE_KEYS] times the tile's values of kv head `kv`, which lie K * E apart where their slots follow each
+ * other. Whole panels are read in place, a last part of one by a copy. */
+static void add_values(const AttentionShape *shape, const float *weights, int rows, const float *const *values, int kv, int count,
+                       float *copy, float *sums) {
+    int size = shape->value_size, width = (int)whole(size, PANEL), whole_panels = size / PANEL * PANEL, end;
+    ptrdiff_t stride = (ptrdiff_t)shape->kv_heads * size;
     for (int start = 0; start < count; start = end) {
         for (end = start + 1; end < count && values[end] == values[end - 1] + stride; end++) {}
-        for (int first = 0; first + PANEL <= size; first += PANEL)
-            add_columns(weights + start, rows, values[start] + first, stride, end - start, sums + first, width);
+        for (int first = 0; first < whole_panels; first += PANEL)
+            add_columns(weights + start, rows, values[start] + kv * size + first, stride, end - start, sums + first, width);
     }
-    int first = size / PANEL * PANEL;
-    if (first == size) return;
-    pack_values(values, count, first, size, copy);
-    add_columns(weights, rows, copy, PANEL, count, sums + first, width);
+    if (whole_panels == size) return;
+    pack_values(values, count, kv * size + whole_panels, size - whole_panels, copy);
+    add_columns(weights, rows, copy, PANEL, count, sums + whole_panels, width);
 }
 
-/* One row's step of the online softmax: its scores become weights; the keys that it sees are `low` to `high` of the tile. */
-ALWAYS_INLINE void weigh(float *scores, int count, int low, int high, float softcap, float *highest, float *total, float *sums,
-                         int width) {
-    vec lanes = lane_numbers(), most = splat(-INFINITY), added = {0};
-    for (int i = 0; i < count; i += LANES) {
+/* The keys of a tile that each of its rows sees: `low` to `high`. */
+typedef struct {
+    int first, step; /* row r sees none from `first + r / step` on */
+    int window, count;
+} Sight;
+
+ALWAYS_INLINE void seen_by(const Sight *sight, int row, int *low, int *high) {
+    int end = sight->first + row / sight->step, begin = sight->window ? end - sight->window : 0;
+    *high = end < 0 ? 0 : end > sight->count ? sight->count : end;
+    *low = begin < 0 ? 0 : begin > *high ? *high : begin;
+}
+
+/* Scores of up to `columns` keys as they count: soft cap, and -infinity for keys that the row does not see. Gives the largest. */
+ALWAYS_INLINE float settle_scores(float *scores, int columns, int low, int high, float softcap) {
+    vec most = splat(-INFINITY), lanes = lane_numbers();
+    if (softcap == 0 && low == 0 && high == columns) {
+        for (int i = 0; i < columns; i += LANES) most = max_vec(load(scores + i), most);
+        return max_lanes(most);
+    }
+    for (int i = 0; i < columns; i += LANES) {
         vec x = load(scores + i), place = lanes + (float)i;
         if (softcap != 0) x = softcap * tanh_vec(x / softcap);
         x = select_vec((place >= (float)low) & (place < (float)high), x, splat(-INFINITY));
         store(scores + i, x);
-        most = select_vec(x <= most, most, x);
+        most = max_vec(x, most);
     }
-    float top = max_lanes(most);
-    top = top <= *highest ? *highest : top;
-    if (top == -INFINITY) top = 0; /* sees nothing of this tile, nor of those before it */
-    for (int i = 0; i < count; i += LANES) {
-        vec weight = exp_vec(load(scores + i) - top);
-        store(scores + i, weight);
-        added += weight;
+    return max_lanes(most);
+}
+
+/* A step of the online softmax for `rows` rows, up to LANES: scores become weights, and sums and totals are scaled to the new highest. */
+static void weigh(float *scores, int first, int rows, const Sight *sight, float softcap, float *highest, float *total, float *sums,
+                  int width) {
+    float tops[LANES], before[LANES], scales[LANES];
+    int columns = (int)whole(sight->count, PANEL);
+    for (int row = 0; row < LANES; row++) tops[row] = before[row] = -INFINITY;
+    for (int row = 0; row < rows; row++) {
+        int low, high;
+        seen_by(sight, first + row, &low, &high);
+        tops[row] = settle_scores(scores + row * TILE_KEYS, columns, low, high, softcap);
+        before[row] = highest[row];
     }
-    float scale = *highest == -INFINITY ? 0.0f : exp_one(*highest - top);
-    *total = *total * scale + sum_lanes(added);
-    if (scale != 1.0f)
-        for (int i = 0; i < width; i += LANES) store(sums + i, load(sums + i) * scale);
-    if (low < high) *highest = top;
+    vec old = load(before), top = max_vec(load(tops), old);
+    store(before, top);
+    top = select_vec(top == splat(-INFINITY), (vec){0}, top); /* sees nothing of this tile, nor of those before it */
+    store(tops, top);
+    store(scales, exp_vec(old - top));
+    for (int row = 0; row < rows; row++, scores += TILE_KEYS, sums += width) {
+        vec added = {0}, highest_of_row = splat(tops[row]);
+        for (int i = 0; i < columns; i += LANES) {
+            vec weight = exp_vec(load(scores + i) - highest_of_row);
+            store(scores + i, weight);
+            added += weight;
+        }
+        total[row] = total[row] * scales[row] + sum_lanes(added);
+        highest[row] = before[row];
+        if (scales[row] != 1.0f)
+            for (int i = 0; i < width; i += LANES) store(sums + i, load(sums + i) * scales[row]);
+    }
 }
 
 /* Gather a bundle's queries of kv heads `kv_low` to `kv_high`, scaled, and begin their sums. */
@@ -349,62 +388,59 @@ static int next_tile(const Attention *job, const Bundle *bundle, Tile *tile) {
     return 1;
 }
 
-/* The slots of a tile's positions; those behind the unit's last token stand for nothing and name that token's. */
-static void list_slots(const Attention *job, const Bundle *bundle, Tile tile, int64_t *slots) {
+/* The places of a tile's positions, from the one numbered `at` on; those behind the unit's last token stand for nothing and name that
+ * token's. */
+static void list_places(const Attention *job, const Bundle *bundle, Tile tile, Places *places, int at) {
     const Step *step = job->step;
     const Unit *unit = tile.unit ? tile.unit : job->units + bundle->first;
     const int32_t *table = step->tables + step->table_starts[unit->sequence];
-    int end = unit_end(step, unit);
+    const AttentionShape *shape = job->shape;
+    ptrdiff_t key_stride = (ptrdiff_t)shape->kv_heads * shape->key_size, value_stride = (ptrdiff_t)shape->kv_heads * shape->value_size;
+    int left = unit_end(step, unit) - tile.start, block = tile.start / step->block_size, offset = tile.start % step->block_size;
     for (int j = 0; j < TILE_KEYS; j++) {
-        int position = tile.start + j < end ? tile.start + j : end - 1;
-        slots[j] = (int64_t)table[position / step->block_size] * step->block_size + position % step->block_size;
+        int64_t slot = (int64_t)table[block] * step->block_size + offset;
+        places->keys[at + j] = job->keys + slot * key_stride;
+        places->values[at + j] = job->values + slot * value_stride;
+        if (j + 1 < left && ++offset == step->block_size) {
+            offset = 0;
+            block++;
+        }
     }
 }
 
-/* One tile for one kv head, whose rows begin at `first_row`. `slots` are the tile's and then the next tile's. */
-static void attend_tile(const Attention *job, const Bundle *bundle, Tile tile, int kv, int first_row, const int64_t *slots, Rows *rows) {
+/* One tile for one kv head, whose rows begin at `first_row`. */
+static void attend_tile(const Attention *job, const Bundle *bundle, Tile tile, int kv, int first_row, const Places *places, Rows *rows) {
     const AttentionShape *shape = job->shape;
     int group = shape->heads / shape->kv_heads, width = (int)whole(shape->value_size, PANEL);
     int num_rows = tile.unit ? tile.unit->count * group : bundle->rows;
-    int count = tile.unit ? lower(unit_end(job->step, tile.unit) - tile.start, TILE_KEYS) : TILE_KEYS, columns = (int)whole(count, PANEL);
-    const float *keys[2 * TILE_KEYS], *values[2 * TILE_KEYS];
-    for (int j = 0; j < 2 * TILE_KEYS; j++) {
-        keys[j] = job->keys + (slots[j] * shape->kv_heads + kv) * shape->key_size;
-        values[j] = job->values + (slots[j] * shape->kv_heads + kv) * shape->value_size;
-    }
+    int count = tile.unit ? lower(unit_end(job->step, tile.unit) - tile.start, TILE_KEYS) : TILE_KEYS;
     float *scores = rows->scores;
     if (tile.unit) first_row += tile.unit->row;
-    pack_keys(shape, keys, values, count, rows->keys);
+    pack_keys(shape, places, kv, count, rows->keys);
     score(shape, rows->queries + (size_t)first_row * shape->key_size, num_rows, rows->keys, count, scores);
-    for (int row = 0; row < num_rows; row++) {
-        int low = 0, high = count, place = first_row + row;
-        if (tile.unit) {
-            high = unit_end(job->step, tile.unit) - tile.unit->count + row / group + 1 - tile.start;
-            low = shape->window ? high - shape->window : 0;
-            high = high < 0 ? 0 : high > count ? count : high;
-            low = low < 0 ? 0 : low > high ? high : low;
-        }
-        weigh(scores + row * TILE_KEYS, columns, low, high, shape->softcap, rows->highest + place, rows->total + place,
-              rows->sums + (size_t)place * width, width);
-    }
-    add_values(shape, scores, num_rows, values, (ptrdiff_t)shape->kv_heads * shape->value_size, count, rows->values,
-               rows->sums + (size_t)first_row * width);
+    Sight sight = {count, 1 << 30, 0, count};
+    if (tile.unit) sight = (Sight){unit_end(job->step, tile.unit) - tile.unit->count + 1 - tile.start, group, shape->window, count};
+    for (int row = 0, place = first_row; row < num_rows; row += LANES, place += LANES)
+        weigh(scores + row * TILE_KEYS, row, lower(num_rows - row, LANES), &sight, shape->softcap, rows->highest + place,
+              rows->total + place, rows->sums + (size_t)place * width, width);
+    add_values(shape, scores, num_rows, places->values, kv, count, rows->values, rows->sums + (size_t)first_row * width);
 }
 
 /* One bundle, kv heads `kv_low` to `kv_high` side by side, so that each block is read in one sweep. During the last tile the first of
  * the bundle that `follows` is prefetched. */
 static void attend_bundle(const Attention *job, const Bundle *bundle, const Bundle *follows, int kv_low, int kv_high, Rows *rows) {
-    begin_rows(job, bundle, kv_low, kv_high, rows);
-    int64_t slots[2 * TILE_KEYS];
+    Places places;
     Tile tile = first_tile(job, bundle);
-    list_slots(job, bundle, tile, slots);
+    begin_rows(job, bundle, kv_low, kv_high, rows);
+    list_places(job, bundle, tile, &places, 0);
     for (int is_last = 0; !is_last;) {
         Tile next = tile;
         is_last = !next_tile(job, bundle, &next);
         if (is_last) next = first_tile(job, follows);
-        list_slots(job, is_last ? follows : bundle, next, slots + TILE_KEYS);
-        for (int kv = kv_low; kv < kv_high; kv++) attend_tile(job, bundle, tile, kv, (kv - kv_low) * bundle->rows, slots, rows);
-        memcpy(slots, slots + TILE_KEYS, sizeof slots / 2);
+        list_places(job, is_last ? follows : bundle, next, &places, TILE_KEYS);
+        for (int kv = kv_low; kv < kv_high; kv++) attend_tile(job, bundle, tile, kv, (kv - kv_low) * bundle->rows, &places, rows);
+        memcpy(places.keys, places.keys + TILE_KEYS, sizeof places.keys / 2);
+        memcpy(places.values, places.values + TILE_KEYS, sizeof places.values / 2);
         tile = next;
     }
     finish_rows(job, bundle, kv_low, kv_high, rows);

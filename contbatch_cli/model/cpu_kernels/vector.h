@@ -10,6 +10,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 #define LANES 16    /* 32 registers: 14 rows x 2 vectors of accumulators */
@@ -39,7 +42,25 @@ ALWAYS_INLINE void store(float *p, vec v) { *(vec_unaligned *)p = v; }
 ALWAYS_INLINE ivec load_int(const void *p) { return (ivec)load(p); }
 ALWAYS_INLINE vec splat(float x) { return x - (vec){0}; }
 ALWAYS_INLINE vec select_vec(ivec mask, vec yes, vec no) { return (vec)(((ivec)yes & mask) | ((ivec)no & ~mask)); }
-ALWAYS_INLINE vec max_vec(vec a, vec b) { return select_vec(a > b, a, b); }
+/* The second where either is NaN, as processors have it. */
+ALWAYS_INLINE vec max_vec(vec a, vec b) {
+#if LANES == 16
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif LANES == 8
+    return (vec)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return select_vec(a > b, a, b);
+#endif
+}
+ALWAYS_INLINE vec min_vec(vec a, vec b) {
+#if LANES == 16
+    return (vec)_mm512_min_ps((__m512)a, (__m512)b);
+#elif LANES == 8
+    return (vec)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return select_vec(a < b, a, b);
+#endif
+}
 
 ALWAYS_INLINE size_t whole(size_t size, size_t unit) { return (size + unit - 1) / unit * unit; }
 
@@ -49,26 +70,44 @@ ALWAYS_INLINE vec lane_numbers(void) {
     return v;
 }
 
-ALWAYS_INLINE float max_lanes(vec v) {
-    float m = v[0];
-    for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
-    return m;
+/* A vector whose lanes have changed places with those `distance` away. */
+#if defined(__clang__)
+ALWAYS_INLINE vec swap_lanes(vec v, const int distance) {
+    vec swapped;
+    for (int i = 0; i < LANES; i++) swapped[i] = v[i ^ distance];
+    return swapped;
 }
+#else
+#define NUMBERS4(first, distance) (first) ^ (distance), ((first) + 1) ^ (distance), ((first) + 2) ^ (distance), ((first) + 3) ^ (distance)
+#if LANES == 16
+#define SWAPPED(distance) {NUMBERS4(0, distance), NUMBERS4(4, distance), NUMBERS4(8, distance), NUMBERS4(12, distance)}
+#elif LANES == 8
+#define SWAPPED(distance) {NUMBERS4(0, distance), NUMBERS4(4, distance)}
+#else
+#define SWAPPED(distance) {NUMBERS4(0, distance)}
+#endif
+#define swap_lanes(v, distance) __builtin_shuffle(v, (ivec)SWAPPED(distance))
+#endif
 
-ALWAYS_INLINE float sum_lanes(vec v) {
-    float part[LANES];
-    memcpy(part, &v, sizeof v);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) part[i] += part[i + width];
-    return part[0];
-}
+/* All lanes by `combine`, which does not ask for the order: halves, quarters and so on, as many steps as the width has bits. */
+#if LANES == 16
+#define HALVES(combine) v = combine(v, swap_lanes(v, 8)), v = combine(v, swap_lanes(v, 4)),
+#elif LANES == 8
+#define HALVES(combine) v = combine(v, swap_lanes(v, 4)),
+#else
+#define HALVES(combine)
+#endif
+#define REDUCED(combine) (HALVES(combine) v = combine(v, swap_lanes(v, 2)), combine(v, swap_lanes(v, 1)))[0]
+
+ALWAYS_INLINE vec add_vec(vec a, vec b) { return a + b; }
+ALWAYS_INLINE float max_lanes(vec v) { return REDUCED(max_vec); }
+ALWAYS_INLINE float sum_lanes(vec v) { return REDUCED(add_vec); }
 
 /* exp to about one unit in the last place; 0 below -87.3 (so for -inf), the largest finite power above 88.3; NaN stays NaN. */
 ALWAYS_INLINE vec exp_vec(vec x) {
     const vec magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
     ivec tiny = x < splat(-87.3f);
-    vec clamped = select_vec(tiny, splat(-87.3f), x);
-    clamped = select_vec(clamped > splat(88.3f), splat(88.3f), clamped);
+    vec clamped = min_vec(splat(88.3f), max_vec(splat(-87.3f), x));
     vec n = (clamped * 1.44269504088896341f + magic) - magic;
     vec r = clamped - n * 0.693359375f;
     r = r - n * -2.12194440e-4f;
@@ -84,7 +123,6 @@ ALWAYS_INLINE vec exp_vec(vec x) {
     return select_vec(tiny, (vec){0}, p * power);
 }
 
-ALWAYS_INLINE float exp_one(float x) { return exp_vec(splat(x))[0]; }
 
 ALWAYS_INLINE vec tanh_vec(vec x) { return 1.0f - 2.0f / (1.0f + exp_vec(2.0f * x)); }
 ALWAYS_INLINE vec silu_vec(vec x) { return x / (1.0f + exp_vec(-x)); }
