@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from contbatch_cli.model.grammar import LazyGrammarMasks
     from contbatch_cli.model.kv_cache import WindowPool
     from contbatch_cli.model.loading import LoadedModel
+    from contbatch_cli.model.packing import Packing
     from contbatch_cli.model.tensor_parallel import SplitModel
 
 PROMPT_END_TOKENS = 16
@@ -198,8 +199,8 @@ def stays_bfloat16(config: Config, kind: str, info: ModelInfo) -> bool:
     The compiled kernels do it, where there is a compiler for them.
     """
     is_wanted = kind == "cpu" and info.is_all_bfloat16 and dtype_name(config.model, kind, info) == "float32"
-    has_own_layers = not config.engine.deterministic and config.model.tensor_parallel == 1
-    return is_wanted and has_own_layers and config.model.attention in ("auto", "cpu", "cpu_native") and machine.has_kernels()
+    is_packed = config.model.tensor_parallel == 1 and config.model.attention in ("auto", "cpu", "cpu_native")
+    return is_wanted and is_packed and machine.has_kernels()
 
 
 def _cuda_free_bytes(config: ModelConfig) -> int | None:
@@ -409,34 +410,22 @@ def build_executor(job: Job) -> Executor:
 
     On a GPU the cache takes what a step at its fullest leaves of the memory, which is measured once the weights are there.
     """
-    from contbatch_cli.model.deterministic import make_deterministic
     from contbatch_cli.model.kv_cache import KVCache
-    from contbatch_cli.model.loading import load_model
     from contbatch_cli.model.memory import is_out_of_memory, release_unused
-    from contbatch_cli.model.packing import pack_model
     from contbatch_cli.model.runner import ModelRunner
     from contbatch_cli.model.sampler import Sampler
     from contbatch_cli.model.splitting import SplittingRunner
     from contbatch_cli.model.verification import LoneRunner
 
-    settings, split = job.config.model, None
-    is_int8 = settings.weights == "int8"
+    is_int8 = job.config.model.weights == "int8"
     _check_int8(job)
-    if job.config.engine.deterministic:
-        _refuse_adapters(job.model)
-        settings = replace(settings, attention="deterministic")
-    if settings.tensor_parallel > 1:
-        split = _load_split(job)
-    as_stored = stays_bfloat16(job.config, job.memory.kind, job.model.info)
-    loaded = split.loaded if split else load_model(job.model.info.path, settings, job.model.adapters, as_stored)
-    model, how = loaded.model, f"attention {loaded.attention_choice}"
-    if job.config.engine.deterministic:
-        model, tiles = make_deterministic(loaded.model, loaded.layers, loaded.dtype, job.sizes.token_budget)
-        how = f"deterministic: {tiles}"
-    elif split is not None:
-        how = f"{split}, {how}"
-    elif is_int8 or (loaded.device.type == "cpu" and loaded.attention_choice in ("cpu", "cpu_native")):
-        how += f", {pack_model(model, loaded.attention_choice, is_int8, loaded.dtype)}"
+    split = _load_split(job) if job.config.model.tensor_parallel > 1 else None
+    if split is not None:
+        loaded, how = split.loaded, f"{split}, attention {split.loaded.attention_choice}"
+    elif job.config.engine.deterministic:
+        loaded, how = _load_deterministic(job)
+    else:
+        loaded, how = _load_packed(job)
     _check_windows(job, loaded)
     is_measured = takes_measured_memory(job, loaded)
     if is_measured:
@@ -448,7 +437,7 @@ def build_executor(job: Job) -> Executor:
     runner = (
         split.runner(cache, sampler)
         if split
-        else ModelRunner(model, cache, loaded.backend, sampler, loaded.device, loaded.adapters)
+        else ModelRunner(loaded.model, cache, loaded.backend, sampler, loaded.device, loaded.adapters)
     )
     splitting = SplittingRunner(runner, is_out_of_memory, lambda: release_unused(loaded.device))
     description = f"{loaded.dtype_choice} on {loaded.device_choice} ({loaded.device_choice.reason}), {how}"
@@ -456,6 +445,44 @@ def build_executor(job: Job) -> Executor:
     # Inputs that are rounded to 8 bits make much of a rounding in another layer's code; the question is what the batch changes.
     lone = LoneRunner(lambda: loaded, masks, loaded.backend) if is_int8 else LoneRunner(lambda: _plain(job, loaded), masks)
     return Executor(splitting, description, rules, lone.first_divergence, job=job if is_measured else None)
+
+
+def _load_packed(job: Job) -> tuple[LoadedModel, str]:
+    """The model as it runs by default, and a word for the header: on a CPU its weights are packed for the processor."""
+    from contbatch_cli.model.loading import load_model
+
+    as_stored = stays_bfloat16(job.config, job.memory.kind, job.model.info)
+    loaded = load_model(job.model.info.path, job.config.model, job.model.adapters, as_stored)
+    packing = _pack(job.config.model, loaded)
+    return loaded, f"attention {loaded.attention_choice}{f', {packing}' if packing else ''}"
+
+
+def _pack(config: ModelConfig, loaded: LoadedModel) -> Packing | None:
+    """Pack the model where it runs with one of a CPU's own backends."""
+    from contbatch_cli.model.packing import pack_model
+
+    is_int8 = config.weights == "int8"
+    if not is_int8 and (loaded.device.type != "cpu" or loaded.attention_choice not in ("cpu", "cpu_native")):
+        return None
+    return pack_model(loaded.model, loaded.attention_choice, is_int8, loaded.dtype)
+
+
+def _load_deterministic(job: Job) -> tuple[LoadedModel, str]:
+    """The model with rows that nothing beside them changes: as it runs by default where that is so of it, else in tiles."""
+    from contbatch_cli.model.deterministic import make_deterministic, rows_are_independent
+    from contbatch_cli.model.loading import load_model
+
+    _refuse_adapters(job.model)
+    if job.memory.kind == "cpu" and machine.has_kernels():
+        as_stored = stays_bfloat16(job.config, job.memory.kind, job.model.info)
+        loaded = load_model(job.model.info.path, job.config.model, None, as_stored)
+        packing = _pack(job.config.model, loaded)
+        if packing is not None and packing.is_whole and rows_are_independent(loaded, job.sizes.token_budget):
+            return loaded, f"deterministic, attention {loaded.attention_choice}, {packing}"
+        del loaded, packing
+    loaded = load_model(job.model.info.path, replace(job.config.model, attention="deterministic"))
+    model, tiles = make_deterministic(loaded.model, loaded.layers, loaded.dtype, job.sizes.token_budget)
+    return replace(loaded, model=model), f"deterministic: {tiles}"
 
 
 def takes_measured_memory(job: Job, loaded: LoadedModel) -> bool:

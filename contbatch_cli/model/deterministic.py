@@ -2,12 +2,14 @@
 
 Shape legend: T tokens of the step, M rows of a tile, L logit rows, V vocabulary.
 
-A float sum depends on its order, and libraries choose that order by the shape of a product and the length of an array. So the
-step's T tokens go through the model in tiles of a few fixed numbers of rows, the last one padded, and the rows that need logits are
-padded to such a number as well. Attention, the one operation whose shape must vary, is computed row by row
-(`attention/deterministic.py`). Tiles run in plan order, so a row may read a block which an earlier row of the same step fills. (The
-method is the project's own; that batch-dependent kernels are what makes inference vary is due to He et al., "Defeating Nondeterminism
-in LLM Inference", 2025.)
+A float sum depends on its order. The compiled kernels (`model/cpu_kernels`) sum each row in an order that nothing beside it changes: a
+model all of whose layers run as kernels needs no more than a trial (`rows_are_independent`).
+
+Elsewhere libraries choose the order by the shape of a product and the length of an array. There the step's T tokens go through the
+model in tiles of a few fixed numbers of rows, the last one padded, and the rows that need logits are padded to such a number as well.
+Attention, the one operation whose shape must vary, is computed row by row (`attention/deterministic.py`). Tiles run in plan order, so a
+row may read a block which an earlier row of the same step fills. (The method is the project's own; that batch-dependent kernels are
+what makes inference vary is due to He et al., "Defeating Nondeterminism in LLM Inference", 2025.)
 
     step  | 300 tokens ................................. |      tiles  | 256 | 32 | 16 (12 and padding) |
 
@@ -25,9 +27,10 @@ import torch
 
 from contbatch_cli.core.gather import FlatBatch
 from contbatch_cli.errors import UsageError
-from contbatch_cli.model.attention import CachedStep, attending, current_step
+from contbatch_cli.model.attention import AttentionBackend, CachedStep, attending, current_step
 from contbatch_cli.model.attention import deterministic as backend
 from contbatch_cli.model.kv_cache import KVCache, LayerShape
+from contbatch_cli.model.loading import LoadedModel
 from contbatch_cli.units import counted
 
 BASE_ROWS = 32
@@ -35,6 +38,9 @@ BASE_ROWS = 32
 
 OTHER_ROWS = (16, 48, 64, 128, 256)
 """Sizes worth having: small ones waste less, large ones read the weights less often."""
+
+TRIED_ROWS = (2, 3, 7, 8, 15, 16, 17, 33, 64, 100, 256)
+"""Sizes of steps in which rows of a model that runs as kernels are compared with a row alone."""
 
 PROBE_TOKEN = 1
 
@@ -153,6 +159,23 @@ def refuse_unsuitable(config: Any) -> None:
 
 
 @torch.inference_mode()
+def rows_are_independent(loaded: LoadedModel, token_budget: int) -> bool:
+    """Whether equal rows get equal logits, bit for bit, in steps of many sizes up to the budget, at any place and beside any others.
+
+    Of a model that runs as kernels, where it holds by the way they compute; this is the trial of what is around them.
+    """
+    model, layers, dtype, attention = loaded.model, loaded.layers, loaded.dtype, loaded.backend
+    expected = _probe(model, layers, dtype, [PROBE_TOKEN], attention)[0]
+    for rows in (size for size in TRIED_ROWS if size <= token_budget):
+        if not bool((_probe(model, layers, dtype, [PROBE_TOKEN] * rows, attention) == expected).all()):
+            return False
+        mixed = [PROBE_TOKEN if i % 3 == 1 else 2 + i % 27 for i in range(rows)]
+        if not bool((_probe(model, layers, dtype, mixed, attention)[1::3] == expected).all()):
+            return False
+    return True
+
+
+@torch.inference_mode()
 def num_differing_rows(model: torch.nn.Module, layers: Sequence[LayerShape], dtype: torch.dtype) -> int:
     """How many rows of a tile of BASE_ROWS differ, in a tile of equal rows or with other rows beside them."""
     equal = _probe(model, layers, dtype, [PROBE_TOKEN] * BASE_ROWS)
@@ -179,8 +202,14 @@ def agreeing_sizes(
     return tuple(sorted(sizes))
 
 
-def _probe(model: torch.nn.Module, layers: Sequence[LayerShape], dtype: torch.dtype, token_ids: list[int]) -> torch.Tensor:
-    """Logits [M, V] of M sequences of one token each, in one tile."""
+def _probe(
+    model: torch.nn.Module,
+    layers: Sequence[LayerShape],
+    dtype: torch.dtype,
+    token_ids: list[int],
+    attention: AttentionBackend | None = None,
+) -> torch.Tensor:
+    """Logits [M, V] of M sequences of one token each, in one tile; or, with a backend of its own, in one step as it is."""
     rows = len(token_ids)
     device = torch.device("cpu")
     flat = FlatBatch(
@@ -197,8 +226,9 @@ def _probe(model: torch.nn.Module, layers: Sequence[LayerShape], dtype: torch.dt
         block_size=1,
     )
     scratch = KVCache(layers, rows, 1, dtype, device)
-    with attending(CachedStep(scratch, backend, backend.prepare(flat, device))):
-        output = TiledModel(model, (rows,))(
+    attends = attention or backend
+    with attending(CachedStep(scratch, attends, attends.prepare(flat, device))):
+        output = (model if attention else TiledModel(model, (rows,)))(
             input_ids=torch.tensor([token_ids], device=device),
             position_ids=torch.zeros(1, rows, dtype=torch.int64, device=device),
             use_cache=False,

@@ -25,12 +25,14 @@ RELEASE_EVERY = 8
 class Packing(NamedTuple):
     """What was done to a model. `num_layers` decoder layers run in one call each; `num_linears` other weights are packed.
 
-    `dtypes` are those in which the compiled kernels hold the weights: bfloat16 where that is all of them.
+    `dtypes` are those in which the compiled kernels hold the weights: bfloat16 where that is all of them. `is_whole` tells whether all
+    decoder layers and the LM head run as kernels.
     """
 
     num_layers: int
     num_linears: int
     dtypes: frozenset[torch.dtype] = frozenset()
+    is_whole: bool = False
 
     def __str__(self) -> str:
         library = cpu_kernels.library()
@@ -70,7 +72,9 @@ def pack_model(model: PreTrainedModel, backend: str, is_int8: bool = False, dtyp
     if is_tied and not is_int8 and isinstance(head := model.get_output_embeddings(), NativeLinear):
         model.set_input_embeddings(PackedEmbedding(head))
     release_unused(torch.device("cpu"))
-    return Packing(num_layers, num_linears, frozenset(_packed_dtypes(model)))
+    is_whole = isinstance(layers, nn.ModuleList) and num_layers == len(layers)
+    is_whole = is_whole and isinstance(model.get_output_embeddings(), NativeLinear)
+    return Packing(num_layers, num_linears, frozenset(_packed_dtypes(model)), is_whole)
 
 
 def _packed_dtypes(model: nn.Module) -> Iterator[torch.dtype]:

@@ -11,15 +11,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, MistralConfig, MixtralConfig
 
+from contbatch_cli import build
 from contbatch_cli.config import ModelConfig
+from contbatch_cli.config_files import load_config
 from contbatch_cli.core.batch import Logits, ScheduledBatch, ScheduledSequence, SequenceResult
 from contbatch_cli.core.kv_cache_manager import KVCacheManager
 from contbatch_cli.core.request import GREEDY, Request, RequestId, SamplingParams
 from contbatch_cli.core.scheduler import StallFreeScheduler
 from contbatch_cli.core.stop import standard_stop_rule
 from contbatch_cli.data import model_store
+from contbatch_cli.data.readers import InputOptions
 from contbatch_cli.errors import UsageError
-from contbatch_cli.model.attention import ATTENTION_NAME, cpu
+from contbatch_cli.model import cpu_kernels, deterministic
+from contbatch_cli.model.attention import ATTENTION_NAME, cpu, cpu_native
 from contbatch_cli.model.attention import deterministic as backend
 from contbatch_cli.model.deterministic import (
     BASE_ROWS,
@@ -27,14 +31,19 @@ from contbatch_cli.model.deterministic import (
     cut,
     make_deterministic,
     num_differing_rows,
+    rows_are_independent,
     rows_for,
     thread_candidates,
 )
 from contbatch_cli.model.kv_cache import KVCache
 from contbatch_cli.model.loading import load_model
+from contbatch_cli.model.packing import pack_model
 from contbatch_cli.model.probe import layers_of
 from contbatch_cli.model.runner import ModelRunner
+from contbatch_cli.sizing import DeviceMemory
+from tests.cli.scripted import write_model, write_rows
 
+needs_kernels = pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler, or no OpenMP runtime")
 CPU = torch.device("cpu")
 SMALL = {"vocab_size": 97, "hidden_size": 36, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2}
 CONFIGS = {
@@ -122,15 +131,15 @@ def drawn_prompts(seed, count, vocab, longest=60):
     return [(i, prefix + prompt if i % 3 else prompt) for i, prompt in enumerate(prompts)]
 
 
-def compare_settings(tiled, layers, prompts, num_new, settings):
+def compare_settings(tiled, layers, prompts, num_new, settings, attention=backend):
     """Each row alone against all rows together under each setting; how many preemptions there were in all."""
     alone = {}
     for prompt in prompts:
-        alone |= run_job(tiled, layers, [prompt], num_new, ALONE)[0]
+        alone |= run_job(tiled, layers, [prompt], num_new, ALONE, attention)[0]
     assert len(alone) == num_new * len(prompts)
     preemptions = 0
     for setting in settings:
-        together, count = run_job(tiled, layers, prompts, num_new, setting)
+        together, count = run_job(tiled, layers, prompts, num_new, setting, attention)
         assert together.keys() == alone.keys()
         differing = [place for place in alone if together[place] != alone[place]]
         assert not differing, f"{len(differing)} of {len(alone)} differ: {setting}"
@@ -145,6 +154,18 @@ def test_logits_are_bitwise_the_same(name):
     tiled, _ = make_deterministic(model, layers, torch.float32)
     settings = [Setting.drawn(random.Random(seed)) for seed in range(6)]
     assert compare_settings(tiled, layers, drawn_prompts(0, 12, 97), 6, settings) > 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "one_kv_head", "window"])
+def test_logits_of_a_model_that_runs_as_kernels_are_bitwise_the_same(name, dtype):
+    """Weights of either length, on one thread and on two."""
+    model = tiny(name).to(dtype).float()
+    layers = [call.shape for call in layers_of(model, CPU)]
+    assert pack_model(model, "cpu_native").is_whole
+    settings = [Setting.drawn(random.Random(seed)) for seed in range(6)]
+    assert compare_settings(model, layers, drawn_prompts(0, 12, 97), 6, settings, cpu_native) > 0
 
 
 def test_without_it_they_are_not():
@@ -203,6 +224,46 @@ def test_experts_are_refused():
         make_deterministic(model, [], torch.float32)
 
 
+@pytest.mark.parametrize(("name", "runs_as_kernels"), [("llama", True), ("gpt2", False)])
+def test_a_job_runs_as_kernels_or_in_tiles(name, runs_as_kernels, tmp_path):
+    """As kernels where all layers do and the trial finds nothing; else in tiles, with the weights read anew."""
+    directory = write_model(tmp_path / "model")
+    config = type(CONFIGS[name]).from_dict(CONFIGS[name].to_dict() | {"vocab_size": 259, "eos_token_id": 256})
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    write_rows(tmp_path / "rows.jsonl", [{"prompt_token_ids": [5, 6, 7], "max_tokens": 4}])
+
+    def described() -> str:
+        effective = load_config(None, [f"model.name={directory}", "model.device=cpu", "engine.deterministic=true"])
+        inputs = build.Inputs((str(tmp_path / "rows.jsonl"),), InputOptions())
+        text_model, memory = build.open_model(effective.config.model), DeviceMemory("cpu", 1 << 30)
+        job = build.prepare_job(effective, inputs, text_model, memory, lambda fault: pytest.fail(fault.message))
+        executor = build.build_executor(job)
+        reports = build.build_engine(job, executor.runner, standard_stop_rule, lambda: 0.0).run()
+        assert sum(len(report.finished) for report in reports) == 1
+        return executor.description
+
+    has_kernels = cpu_kernels.library() is not None
+    assert ("layers native" in described()) is (runs_as_kernels and has_kernels)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deterministic, "rows_are_independent", lambda loaded, token_budget: False)
+        assert "deterministic: tiles of" in described()
+
+
+@needs_kernels
+def test_the_trial_finds_rows_that_depend_on_each_other(tmp_path):
+    directory = write_model(tmp_path / "model")
+    AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.float32).save_pretrained(directory)
+    loaded = load_model(directory, ModelConfig(device="cpu"))
+    pack_model(loaded.model, "cpu_native")
+    assert rows_are_independent(loaded, 512)
+    norm = loaded.model.model.norm
+    plain = norm.forward
+    norm.forward = lambda states: plain(states) * (1 + 1e-6 * (states.shape[1] == 17))
+    assert not rows_are_independent(loaded, 512) and rows_are_independent(loaded, 16)
+    norm.forward = lambda states: plain(states) + 1e-3 * states.mean()
+    assert not rows_are_independent(loaded, 512)
+
+
 def test_a_size_that_disagrees_is_not_used():
     """A model whose norm rounds otherwise in tiles of 64 and more: rows agree within each size, and not across."""
     model = tiny("llama")
@@ -238,13 +299,20 @@ def test_threads_fall_back_to_powers_of_two():
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_the_default_model_is_bitwise_the_same_under_ten_settings(request):
+@pytest.mark.parametrize("way", ["kernels", "tiles"])
+def test_the_default_model_is_bitwise_the_same_under_ten_settings(way, request):
     """At one thread; takes several minutes."""
     request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
     torch.set_num_threads(1)
     directory = model_store.resolve("smollm2-135m-instruct", None)
     loaded = load_model(directory, ModelConfig(device="cpu", dtype="float32"))
-    tiled, _ = make_deterministic(loaded.model, loaded.layers, loaded.dtype)
+    if way == "tiles":
+        model, attention = make_deterministic(loaded.model, loaded.layers, loaded.dtype)[0], backend
+    elif cpu_kernels.library() is None:
+        pytest.skip("no kernels here")
+    else:
+        assert pack_model(loaded.model, "cpu_native").is_whole
+        model, attention = loaded.model, cpu_native
     settings = [
         Setting(33, 40, 16, 1.0, True),
         Setting(512, 64, 16, 1.0, False),
@@ -254,4 +322,4 @@ def test_the_default_model_is_bitwise_the_same_under_ten_settings(request):
         ),
     ]
     prompts = drawn_prompts(7, 64, loaded.vocab_size, longest=12)
-    assert compare_settings(tiled, loaded.layers, prompts, 4, settings) > 0
+    assert compare_settings(model, loaded.layers, prompts, 4, settings, attention) > 0
