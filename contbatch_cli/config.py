@@ -128,7 +128,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    deterministic: bool = key(False, Rule("Whether a row's logits are bitwise the same whatever runs beside it; slower."))
+    deterministic: bool = key(False, Rule("Whether a row's logits are bitwise the same whatever runs beside it."))
 
 
 @dataclass(frozen=True, slots=True)
