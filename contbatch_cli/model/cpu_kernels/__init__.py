@@ -1,5 +1,6 @@
 """Kernels in C for float32 models on a CPU: packed matrix products, attention over the paged cache, a decoder layer in one call.
-The weights of products may be of 8 bits; those in float32 run on the processor's matrix unit (AMX) where it has one.
+Weights lie in float32, in bfloat16 where that holds them exactly, or in 8 bits; products of the first two run on the processor's matrix
+unit (AMX) where it has one.
 
 `library()` gives them, or None where they cannot be had (no compiler, no OpenMP runtime in the process); whoever uses them has
 another way. `CONTBATCH_KERNELS=off` in the environment turns them off, `CONTBATCH_KERNELS=no-amx` the matrix unit alone.
