@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "metrics": {*CORE, "engine", "trace"},
     "simulate": {*CORE, "cost_model"},
     "data": {*CORE, "data"},
-    "model": {*CORE, "model"},
+    "model": {*CORE, "machine", "model"},
     "cluster": {*CORE, "engine", "sizing", "cluster"},
     "build": {*CORE, *WIRED},
     "build_replicas": {*CORE, *WIRED, "build", "cluster"},
