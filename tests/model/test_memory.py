@@ -15,11 +15,13 @@ from contbatch_cli.core.stop import standard_stop_rule
 from contbatch_cli.data.readers import InputOptions
 from contbatch_cli.data.rows import RowFault
 from contbatch_cli.errors import UsageError
+from contbatch_cli.model import memory
 from contbatch_cli.model.kv_cache import KVCache, LayerShape
 from contbatch_cli.model.memory import (
     cache_bytes,
     full_step,
     is_out_of_memory,
+    measure_peak,
     num_step_blocks,
     release_unused,
 )
@@ -32,9 +34,9 @@ GIB = 2**30
 
 
 def test_the_cache_takes_what_a_step_leaves():
-    memory = cache_bytes(100 * GIB, 7 * GIB, "cuda")
-    assert memory.num_bytes == 90 * GIB
-    assert memory.reason == "90.00 GiB = 100.00 GiB free on cuda - 7.00 GiB for a full step - 3.00 GiB reserve"
+    left = cache_bytes(100 * GIB, 7 * GIB, "cuda")
+    assert left.num_bytes == 90 * GIB
+    assert left.reason == "90.00 GiB = 100.00 GiB free on cuda - 7.00 GiB for a full step - 3.00 GiB reserve"
     message = r"2.00 GiB free on cpu - 1.90 GiB for a full step - 0.20 GiB reserve; lower scheduler.token_budget"
     with pytest.raises(UsageError, match=message):
         cache_bytes(2 * GIB, int(1.9 * GIB), "cpu")
@@ -110,18 +112,24 @@ def test_the_cache_follows_what_was_measured(model_dir):
 def test_what_is_left_bounds_the_memory_that_was_set(model_dir):
     job, _ = prepared(model_dir, [16], 1 << 30, f"cache.memory={30 * BLOCK_BYTES // 1024}KiB")
     for left, num_blocks in ((50, 30), (20, 20)):
-        memory = DeviceMemory("cpu", 1 << 30, left * BLOCK_BYTES, "measured")
-        assert build.with_measured_memory(job, memory).sizes.num_blocks == num_blocks
+        measured = DeviceMemory("cpu", 1 << 30, left * BLOCK_BYTES, "measured")
+        assert build.with_measured_memory(job, measured).sizes.num_blocks == num_blocks
 
 
 def test_a_job_whose_cache_is_measured(model_dir, monkeypatch):
-    """As on a GPU, here with a CPU's counters: the step is run, and what it leaves becomes the cache of the job that is run."""
+    """As on a GPU, here with a CPU's counters: the step is run, and what it leaves becomes the cache of the job that is run.
+
+    The step of a tiny model finds room in what the process once freed, so that its peak may not show: 128 MiB are held beside it,
+    which the C library always maps anew.
+    """
     monkeypatch.setattr(build, "takes_measured_memory", lambda job, loaded: True)
+    monkeypatch.setattr(memory, "measure_peak", lambda step, device: measure_peak(lambda: (torch.ones(2**25), step()), device))
     job, _ = prepared(model_dir, [16, 16], 1 << 30)
     monkeypatch.setattr(machine, "free_memory_bytes", lambda: 10 * GIB)
     executor = build.build_executor(job)
     assert executor.job is not None and executor.job.memory.free_bytes == 10 * GIB
-    assert 5 * GIB < executor.job.memory.cache_bytes < 9 * GIB and "for a full step" in executor.job.memory.cache_reason
+    left = 9 * GIB - executor.job.memory.cache_bytes
+    assert 120 * 2**20 < left < 200 * 2**20 and "for a full step" in executor.job.memory.cache_reason
     engine = build.build_engine(executor.job, executor.runner, standard_stop_rule, lambda: 0.0)
     assert sum(len(report.finished) for report in engine.run()) == 2
 
