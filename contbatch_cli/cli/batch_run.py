@@ -14,7 +14,7 @@ from typing import Literal
 from contbatch_cli import build
 from contbatch_cli.build_replicas import Replicas, open_replicas
 from contbatch_cli.cli.app import print_plain
-from contbatch_cli.cli.live import STDERR, RunHeader, View, make_view
+from contbatch_cli.cli.live import STDERR, RunHeader, View, make_view, told
 from contbatch_cli.cli.output import Output, OutputOptions, claim_standard_output
 from contbatch_cli.cli.replica_lines import live_lines
 from contbatch_cli.cli.signals import Interrupted, Interrupts
@@ -23,7 +23,7 @@ from contbatch_cli.cli.trace_file import TraceFile
 from contbatch_cli.cli.verify import Sample, verify
 from contbatch_cli.config_files import Effective
 from contbatch_cli.data.detokenizer import StopStringRule
-from contbatch_cli.data.job_rows import DoneRow, OutOfTime
+from contbatch_cli.data.job_rows import DoneRow, OutOfTime, ReadRow
 from contbatch_cli.data.prepare import PreparedRow
 from contbatch_cli.data.recorder import Recorder
 from contbatch_cli.data.records import RecordOptions
@@ -199,15 +199,20 @@ class BatchRun:
             self._model,
             memory,
             self._on_fault,
-            self._output.remaining,
+            self._rows_to_run,
             self._interrupts.may_raise,
             self._seconds_left,
         )
 
+    def _rows_to_run(self, rows: Iterator[ReadRow]) -> Iterator[ReadRow]:
+        """Those that the output has no good record of. A pipe's are read in a thread, from which nothing may be shown."""
+        read = rows if self._asked.inputs.are_live else told(self.view, "reading rows", rows)
+        return self._output.remaining(read)
+
     def _check(self, rows: Iterator[PreparedRow | RowFault]) -> None:
         """Refuses what cannot run while the output is still as it was: with `--on-error fail` that is any bad row of a file."""
         if self._asked.options.on_error == "fail" and not self._asked.inputs.are_live:
-            for row in rows:
+            for row in told(self.view, "checking rows", rows):
                 if isinstance(row, RowFault):
                     self._on_fault(row)
 
@@ -230,6 +235,7 @@ class BatchRun:
         if not self.job.has_work:
             return None
         self._is_cancellable = True
+        self.view.stage("loading the model")
         try:
             executor = build_executor(self.job)
         except OutOfTime:

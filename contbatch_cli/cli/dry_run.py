@@ -8,12 +8,14 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Hashable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from heapq import heappush, heappushpop
 from typing import NamedTuple
 
 from contbatch_cli import build
 from contbatch_cli.cli.figures import bar, clock_time, duration, printable
+from contbatch_cli.cli.live import View, told
 from contbatch_cli.cli.rehearsal import cost_model, rehearsal_memory
 from contbatch_cli.config_files import Effective
 from contbatch_cli.core.job_order import Choice, duplicate_key, shared_fraction
@@ -177,13 +179,14 @@ class Pools(NamedTuple):
     windows: LayerWindows | None
 
 
-def print_dry_run(effective: Effective, inputs: build.Inputs) -> ExitStatus:
+def print_dry_run(effective: Effective, inputs: build.Inputs, view: View) -> ExitStatus:
     """The report on standard output; the status tells whether some rows are bad. Raises UsageError."""
     model = build.open_model(effective.config.model, inputs.chat_template)
     memory = rehearsal_memory(effective.config, model)
     dry_run = DryRun(effective, model, memory)
-    for row in build.prepared_rows(effective, inputs, model, memory):
-        dry_run.take(row)
+    with closing(view):
+        for row in told(view, "reading rows", build.prepared_rows(effective, inputs, model, memory)):
+            dry_run.take(row)
     dry_run.end()
     assert dry_run.sizes is not None and dry_run.order is not None
     cost = cost_model(effective.config, model.info, memory.kind)

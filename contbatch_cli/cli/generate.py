@@ -95,8 +95,10 @@ def generate(
     refuse_shared((*input_files(inputs.sources), *read), (*output_files(output), *named_files(trace=trace)))
     if dry_run:
         from contbatch_cli.cli.dry_run import print_dry_run
+        from contbatch_cli.cli.live import make_view
+        from contbatch_cli.metrics import Metrics
 
-        raise typer.Exit(int(print_dry_run(effective, inputs)))
+        raise typer.Exit(int(print_dry_run(effective, inputs, make_view(Metrics(), quiet=quiet, live=live))))
     options = RunOptions(on_error, _duration(max_time), verify, trace, live, quiet)
     target = OutputOptions(output, effective.config.output.order, resume, overwrite, rerun_changed)
     raise typer.Exit(int(run(RunRequest(effective, inputs, target, options))))

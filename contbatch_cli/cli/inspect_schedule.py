@@ -7,7 +7,8 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,7 @@ import typer
 
 from contbatch_cli.build import Inputs
 from contbatch_cli.cli.file_roles import at_file, input_files, named_files, refuse_shared
+from contbatch_cli.cli.live import View, make_view, told
 from contbatch_cli.cli.options import (
     Assignments,
     ChatTemplateFile,
@@ -52,6 +54,7 @@ from contbatch_cli.core.policies import POLICIES
 from contbatch_cli.data.readers import InputOptions
 from contbatch_cli.data.sources import STANDARD_INPUT, can_be_read_twice, check_sources
 from contbatch_cli.errors import UsageError
+from contbatch_cli.metrics import Metrics
 from contbatch_cli.simulate import OutputScript
 from contbatch_cli.trace import TraceIteration, format_header, format_iteration, read_trace
 
@@ -167,9 +170,15 @@ def _show(schedule: Schedule, limit: int, draws: Sequence[Draw]) -> None:
 
 
 def _compare(schedules: Iterable[Schedule], draws: Sequence[Draw]) -> None:
-    walked = [_walk(schedule, draws) for schedule in schedules]
+    with closing(make_view(Metrics())) as view:
+        walked = [_walk(_told(view, schedule), draws) for schedule in schedules]
     print_comparison(open_console(), [result for result, _ in walked])
     _draw(draws, [chart for _, chart in walked])
+
+
+def _told(view: View, schedule: Schedule) -> Schedule:
+    """The same; while it is walked the view tells how far it is."""
+    return replace(schedule, iterations=told(view, f"rehearsing {schedule.title}, iterations", schedule.iterations))
 
 
 def _print_json(schedules: Iterable[Schedule], is_comparison: bool, draws: Sequence[Draw]) -> None:

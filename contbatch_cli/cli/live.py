@@ -11,9 +11,9 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from rich.console import Console, Group
 from rich.text import Text
@@ -41,6 +41,9 @@ COST_SHARE = 0.01
 PLAIN_INTERVAL_S = 10.0
 MAX_TABLE_ROWS = 10
 STDIN, STDOUT, STDERR = 0, 1, 2
+COUNTED_BY = 256
+"""`told` tells of every so many items."""
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,9 @@ class RunHeader:
 
 class View(Protocol):
     """Shows a run. All calls come from the thread that runs the engine."""
+
+    def stage(self, name: str, progress: str = "") -> None:
+        """What goes on, and how far it is, while there is no iteration yet; it stands until the next call of any kind."""
 
     def start(self, header: RunHeader) -> None: ...
 
@@ -70,6 +76,18 @@ class View(Protocol):
 
     def close(self) -> None:
         """Takes the view off the screen; may be called twice, and after `finish`. For a `finally`."""
+
+
+def told(view: View, name: str, items: Iterable[Item]) -> Iterator[Item]:
+    """The items; the view tells how many of them were taken so far."""
+    for number, item in enumerate(items, 1):
+        if number % COUNTED_BY == 0:
+            view.stage(name, f"{number:,}")
+        yield item
+
+
+def stage_text(name: str, progress: str) -> str:
+    return f"{name}: {progress}" if progress else f"{name} ..."
 
 
 MoreLines = Callable[[], list[str]]
@@ -120,6 +138,9 @@ class QuietView:
     def __init__(self, stdout: int = STDOUT) -> None:
         self._stdout = stdout
 
+    def stage(self, name: str, progress: str = "") -> None:
+        """Nothing to show."""
+
     def start(self, header: RunHeader) -> None:
         """Nothing to show."""
 
@@ -152,16 +173,26 @@ class PlainView:
         self._due = clock() + PLAIN_INTERVAL_S
         self._last: IterationReport | None = None
 
+    def stage(self, name: str, progress: str = "") -> None:
+        if self._last is None and self._is_due():
+            self.message(stage_text(name, progress))
+
     def start(self, header: RunHeader) -> None:
         for line in header.lines:
             self.message(line)
 
     def iteration(self, report: IterationReport) -> None:
         self._last = report
-        now = self._clock()
-        if now >= self._due:
-            self._due = now + PLAIN_INTERVAL_S
+        if self._is_due():
             self._progress(report)
+
+    def _is_due(self) -> bool:
+        """Whether the next of the lines that come now and then may be written, which it then is."""
+        now = self._clock()
+        if now < self._due:
+            return False
+        self._due = now + PLAIN_INTERVAL_S
+        return True
 
     def record(self, data: bytes) -> None:
         write_all(self._stdout, data)
@@ -222,8 +253,17 @@ class LiveView:
         self._region = LiveRegion(stderr, lambda: terminal_size(stderr), terminals_reflow())
         self._table = LiveTable(metrics, name_of, _drawing_console(), more_lines)
         self._recent: deque[IterationReport] = deque(maxlen=MAX_TABLE_ROWS)
+        self._stage = ("", "")
         self._pending: list[bytes] = []
         self._due = clock()
+
+    def stage(self, name: str, progress: str = "") -> None:
+        if self._recent:
+            return
+        is_new = name != self._stage[0]
+        self._stage = (name, progress)
+        if is_new or self._clock() >= self._due:
+            self._draw()
 
     def start(self, header: RunHeader) -> None:
         for line in header.lines:
@@ -266,7 +306,9 @@ class LiveView:
     def _draw(self) -> None:
         began = self._clock()
         self._flush_records()
-        self._region.draw(self._table.lines(self._recent, terminal_size(self._stderr)))
+        size = terminal_size(self._stderr)
+        stage = stage_text(*self._stage)
+        self._region.draw(self._table.lines(self._recent, size) if self._recent else self._table.line(stage, size))
         cost = self._clock() - began
         self._due = began + max(1 / REDRAWS_PER_S, cost / COST_SHARE)
 
@@ -292,6 +334,11 @@ class LiveTable:
         rows = [self._title(recent[-1], width), *self._table_rows(shown, width)] if room else []
         rows += [Text()] * (room - len(shown))
         return self._render([*rows, *state][-size.rows :], width)
+
+    def line(self, text: str, size: TerminalSize) -> list[Line]:
+        """A line of text in the place of the table."""
+        width = max(size.columns - 1, 1)
+        return self._render([Text(crop(text, width), "dim")], width)
 
     def _title(self, report: IterationReport, width: int) -> Text:
         return title_text(table_columns(width + 1, iteration_of(report, self._name_of), self._ascii_only), width)

@@ -10,7 +10,8 @@ import heapq
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable
-from itertools import count
+from itertools import compress, count
+from operator import ne
 from typing import NamedTuple, Protocol
 
 from contbatch_cli.core.request import Request, RequestId
@@ -134,10 +135,7 @@ def shared_fraction(requests: list[Request], block_size: int) -> float:
 
 def common_prefix(one: list[int], two: list[int]) -> int:
     """The number of tokens that two lists share at their start."""
-    for position, (left, right) in enumerate(zip(one, two, strict=False)):
-        if left != right:
-            return position
-    return min(len(one), len(two))
+    return next(compress(count(), map(ne, one, two)), min(len(one), len(two)))
 
 
 def choose_order(requests: list[Request], block_size: int, seats: int) -> Choice:

@@ -8,6 +8,7 @@ import re
 import struct
 import termios
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,11 +17,13 @@ import pyte
 import pytest
 
 from contbatch_cli.cli.live import (
+    COUNTED_BY,
     LiveView,
     PlainView,
     QuietView,
     RunHeader,
     make_view,
+    told,
 )
 from contbatch_cli.cli.summary import RunSummary, summary_lines
 from contbatch_cli.metrics import Metrics, RowCounts
@@ -224,10 +227,59 @@ def test_without_a_terminal_there_are_plain_lines_now_and_then() -> None:
     assert progress[-1].startswith("60/60 done")
 
 
+def test_what_goes_on_before_the_first_iteration_stands_alone_and_goes() -> None:
+    """Faults met on the way are records above it; the header takes its place, and later calls show nothing."""
+    with terminal(60, 10) as term:
+        clock = FakeClock()
+        metrics = Metrics()
+        view = LiveView(metrics, stdout=term.slave, stderr=term.slave, clock=clock)
+        for _ in told(view, "reading rows", range(2 * COUNTED_BY)):
+            pass
+        wait_for(lambda: term.lines()[0] == f"reading rows: {COUNTED_BY}")
+        view.record(b'{"index":0}\n')
+        clock.now += 1
+        view.stage("reading rows", "700 of " + 10 * "a long name ")
+        wait_for(lambda: term.lines()[1].startswith("reading rows: 700 of a long"))
+        assert term.lines()[0] == '{"index":0}' and not any(term.lines()[2:])
+        view.stage("loading the model")
+        wait_for(lambda: term.lines()[1] == "loading the model ...")
+        view.start(RunHeader(("a header line",)))
+        view.record(b'{"index":1}\n')
+        for report in reports(FakeJob.drawn(3, 4)):
+            metrics.observe(report)
+            clock.now += 1
+            view.iteration(report)
+            view.stage("reading rows", "800")
+        view.close()
+        term.close()
+        assert [line for line in term.lines() if line] == ['{"index":0}', "a header line", '{"index":1}']
+        assert b"800" not in term.written
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_log_tells_of_a_long_wait_for_the_first_iteration() -> None:
+    clock = FakeClock()
+
+    def run(fd: int) -> None:
+        view = PlainView(Metrics(), -1, fd, clock)
+        for second in range(25):
+            clock.now += 1
+            view.stage("reading rows", f"{second * 100:,}")
+
+    assert piped(run) == b"reading rows: 900\nreading rows: 1,900\n"
+
+
 def test_quiet_shows_records_only() -> None:
     def run(fd: int) -> None:
         metrics = Metrics()
         view = make_view(metrics, quiet=True, fds=(fd, fd))
+        view.stage("loading the model")
         view.start(RunHeader(("header",), 3))
         for report in reports(FakeJob.drawn(7, 3)):
             metrics.observe(report)

@@ -56,7 +56,7 @@ def test_ids_equal_transformers(text):
 
     theirs = AutoTokenizer.from_pretrained(default_model_dir())
     ids = default_tokenizer().encode(text)
-    assert ids == theirs.encode(text) == default_tokenizer().encode_batch([text])[0]
+    assert ids == theirs.encode(text)
     assert default_tokenizer().decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
@@ -126,10 +126,10 @@ from contbatch_cli.data.tokenizer import Tokenizer
 from contbatch_cli.data.chat_template import ChatTemplate
 tokenizer = Tokenizer.from_directory(Path(sys.argv[1]))
 ChatTemplate.from_directory(Path(sys.argv[1]), tokenizer.special_tokens).render([{"role": "user", "content": "hi"}])
-tokenizer.encode_batch(["a", "b"])
+tokenizer.encode("a")
 import os
 if os.fork() == 0:
-    tokenizer.encode_batch(["a", "b"])
+    tokenizer.encode("a")
     os._exit(0)
 os.wait()
 assert not {"torch", "transformers"} & set(sys.modules)
