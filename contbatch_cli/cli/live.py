@@ -58,7 +58,7 @@ class View(Protocol):
     """Shows a run. All calls come from the thread that runs the engine."""
 
     def stage(self, name: str, progress: str = "") -> None:
-        """What goes on, and how far it is, while there is no iteration yet; it stands until the next call of any kind."""
+        """What goes on, and how far it is, while there is no iteration yet; it stands until something else is shown."""
 
     def start(self, header: RunHeader) -> None: ...
 
