@@ -15,8 +15,8 @@ WORKING_MEMORY_MB = 200
 """What a job of any size may take more than one of 10,000 rows: mostly the look-ahead window of 65,536 rows."""
 
 REFERENCE_S = 0.08
-"""CPU seconds that `reference_work` takes on the core of which so many rows a second are asked. Without a reference a bound would be of the
-machine: what else a host does makes CPU seconds vary by half from minute to minute, the ratio by a twentieth."""
+"""CPU seconds that `reference_work` takes on the core of which so many rows a second are asked. Without it a bound would be one of
+the machine: what else a host does makes CPU seconds vary by half from minute to minute, their ratio by a twentieth."""
 
 
 def reference_work():
