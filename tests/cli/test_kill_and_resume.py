@@ -104,7 +104,7 @@ def check_killed_runs(tmp_path, order, seed, num_kills):
     assert left == {"out.jsonl", "out.jsonl.meta.json"}
 
 
-@pytest.mark.parametrize("order", ["completion", "input"])
+@pytest.mark.parametrize("order", ["completion", pytest.param("input", marks=pytest.mark.slow)])
 def test_twenty_kills(tmp_path, order):
     check_killed_runs(tmp_path, order, 1, 10)
 

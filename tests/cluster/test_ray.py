@@ -169,6 +169,7 @@ def test_a_replica_killed_in_mid_run_loses_no_row(runs: Runs, texts: list[str]) 
     assert "was lost" in messages and "to run again" in messages
 
 
+@pytest.mark.slow
 def test_a_removed_node_loses_no_row(runs: Runs, texts: list[str], cluster: Any) -> None:
     extra = cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
     started = runs.to_file("--replicas", "4", step_s=0.03)
@@ -216,6 +217,7 @@ def test_a_row_that_kills_its_replicas_becomes_an_error_record(runs: Runs, texts
     assert [record["text"] for record in records][:50] == texts[:50]
 
 
+@pytest.mark.slow
 def test_a_replica_that_cannot_start_is_reported_and_the_others_go_on(runs: Runs, texts: list[str]) -> None:
     output, messages = runs.run("--replicas", "2", "--set", "cluster.max_restarts=0", step_s=0.03, SCRIPTED_NO_START="1")
     assert [record["text"] for record in records_of(output)] == texts
@@ -246,7 +248,7 @@ def test_ctrl_c_for_the_whole_process_group_ends_a_ray_of_our_own(tmp_path: Path
     wait_until(lambda: not any(map(is_alive, before)))
 
 
-@pytest.mark.parametrize("slow", ["SCRIPTED_LOAD_S", "SCRIPTED_STEP_S"])
+@pytest.mark.parametrize("slow", ["SCRIPTED_LOAD_S", pytest.param("SCRIPTED_STEP_S", marks=pytest.mark.slow)])
 def test_max_time_holds_while_no_replica_reports(runs: Runs, slow: str) -> None:
     """None has loaded yet, or the only one is stuck in a step."""
     began_s = time.monotonic()

@@ -23,9 +23,11 @@ def test_on_a_gpu(check):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 class TestInterpreted:
+    @pytest.mark.slow
     def test_kernels(self):
         assert "9 kernel cases agree" in check_kernels(CPU, sizes=(64,))
 
+    @pytest.mark.slow
     def test_golden_tokens(self):
         """A whole model through the Triton kernels, in mixed batches, equal to its own eager attention by tokens."""
         assert "8 rows equal" in check_golden_tokens(CPU, count=4, longest=12)
