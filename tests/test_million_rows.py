@@ -1,44 +1,28 @@
 """Big jobs: memory that does not grow with the rows, and speed from reading to record, all of it but the model."""
 
-import json
 import os
 import subprocess
 import sys
 import time
-from hashlib import blake2b
 
 import pytest
 
 from tests.cli.scripted import ROOT, command, environment, write_model
+from tests.reference_core import reference_s, slowness
 
 WORKING_MEMORY_MB = 200
 """What a job of any size may take more than one of 10,000 rows: mostly the look-ahead window of 65,536 rows."""
 
-REFERENCE_S = 0.08
-"""CPU seconds that `reference_work` takes on the core of which so many rows a second are asked. Without it a bound would be one of
-the machine: what else a host does makes CPU seconds vary by half from minute to minute, their ratio by a twentieth."""
-
-
-def reference_work():
-    """Work of the same kind, done by the standard library alone: rows parsed, hashed, remembered and written."""
-    rows = {}
-    for index in range(10_000):
-        row = json.loads(f'{{"id":"row-{index}","prompt":"Say {index}","max_tokens":2}}')
-        rows[row["id"]] = blake2b(row["prompt"].encode(), digest_size=8).hexdigest()
-        json.dumps({"index": index, "id": row["id"], "text": row["prompt"]}, separators=(",", ":"))
-
 
 def ended(process):
-    """Waits for a process; its resources, and how many times longer than that core this machine's take meanwhile, at least 1."""
+    """Waits for a process; its resources, and how many times longer than the reference core this machine's take meanwhile."""
     seconds = []
     while True:
-        began = time.process_time()
-        reference_work()
-        seconds.append(time.process_time() - began)
+        seconds.append(reference_s())
         pid, status, usage = os.wait4(process.pid, os.WNOHANG)
         if pid:
             process.returncode = os.waitstatus_to_exitcode(status)
-            return usage, max(sum(seconds) / len(seconds) / REFERENCE_S, 1.0)
+            return usage, slowness(seconds)
         time.sleep(0.5)
 
 
