@@ -371,14 +371,21 @@ def _median_iteration_s(num_running: int, num_rows: int, num_iterations: int) ->
 
 @pytest.mark.slow
 def test_scheduling_cost_is_small_and_linear() -> None:
-    """0.5 ms with 32 of 1,000 requests running, 6 ms with 1,024, on the reference core; at most 1.3 times as much per request."""
-    rounds = []
-    for _ in range(5):
-        sizes = ((32, 1000), (128, 128), (1024, 1024))
-        rounds.append((reference_s(), *(_median_iteration_s(num_running, num_rows, 200) for num_running, num_rows in sizes)))
-    reference, few, some, many = map(min, zip(*rounds, strict=True))
-    slow = slowness([reference])
-    print(f"scheduling: {few * 1e3:.3f} ms at 32, {some * 1e3:.3f} ms at 128, {many * 1e3:.3f} ms at 1,024, core {slow:.2f} x")
-    assert few < 0.5e-3 * slow
-    assert many < 6e-3 * slow
-    assert many / 1024 <= 1.3 * some / 128
+    """0.5 ms with 32 of 1,000 requests running, 6 ms with 1,024, on the reference core; at most 1.3 times as much per request.
+
+    In rounds, since the host may be slow for some seconds: the best round must be small, the middle one linear.
+    """
+    few_s, many_s, growth = [], [], []
+    for _ in range(7):
+        before_s = reference_s()
+        few, some, many = (_median_iteration_s(*sizes, 200) for sizes in ((32, 1000), (128, 128), (1024, 1024)))
+        slow = slowness([before_s, reference_s()])
+        few_s.append(few / slow)
+        many_s.append(many / slow)
+        growth.append(many / 1024 / (some / 128))
+        print(
+            f"scheduling: {few * 1e3:.3f} ms at 32, {some * 1e3:.3f} ms at 128, {many * 1e3:.3f} ms at 1,024, core {slow:.2f} x"
+        )
+    assert min(few_s) < 0.5e-3
+    assert min(many_s) < 6e-3
+    assert statistics.median(growth) <= 1.3, growth
