@@ -20,7 +20,6 @@ from contbatch_cli.core.request import FinishReason, Request, RequestId, Samplin
 from contbatch_cli.core.scheduler import StallFreeScheduler
 from contbatch_cli.core.windowed_cache import GroupedKVCacheManager, WindowedKVCacheManager, window_span
 from tests.core.shadow import EOS, ShadowRunner, StepFailed, next_token, stop_rule, text_alone
-from tests.reference_core import reference_s, slowness
 
 
 class Optimist(OutputLengths):
@@ -371,21 +370,17 @@ def _median_iteration_s(num_running: int, num_rows: int, num_iterations: int) ->
 
 @pytest.mark.slow
 def test_scheduling_cost_is_small_and_linear() -> None:
-    """0.5 ms with 32 of 1,000 requests running, 6 ms with 1,024, on the reference core; at most 1.3 times as much per request.
+    """Bounds: 0.5 ms with 32 of 1,000 requests running, 6 ms with 1,024, and no more than 1.3 times as much per request.
 
-    In rounds, since the host may be slow for some seconds: the best round must be small, the middle one linear.
+    In rounds, since the host may be slow for some seconds: the best times must be small, the middle round linear.
     """
     few_s, many_s, growth = [], [], []
     for _ in range(7):
-        before_s = reference_s()
         few, some, many = (_median_iteration_s(*sizes, 200) for sizes in ((32, 1000), (128, 128), (1024, 1024)))
-        slow = slowness([before_s, reference_s()])
-        few_s.append(few / slow)
-        many_s.append(many / slow)
+        few_s.append(few)
+        many_s.append(many)
         growth.append(many / 1024 / (some / 128))
-        print(
-            f"scheduling: {few * 1e3:.3f} ms at 32, {some * 1e3:.3f} ms at 128, {many * 1e3:.3f} ms at 1,024, core {slow:.2f} x"
-        )
+        print(f"scheduling: {few * 1e3:.3f} ms at 32, {some * 1e3:.3f} ms at 128, {many * 1e3:.3f} ms at 1,024 running")
     assert min(few_s) < 0.5e-3
     assert min(many_s) < 6e-3
     assert statistics.median(growth) <= 1.3, growth
