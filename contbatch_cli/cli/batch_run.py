@@ -256,7 +256,7 @@ class BatchRun:
         try:
             for report in engine.run():
                 self._take(report)
-                self._refuse_when_interrupted()
+                self._interrupts.refuse()
                 if self._is_out_of_time():
                     raise OutOfTime
         except OutOfTime:
@@ -301,10 +301,6 @@ class BatchRun:
         found = self._first_metrics.pop(done.row.index) if self._wants_metrics else None
         self.recorder.done(done, None if found is None else found.as_record())
 
-    def _refuse_when_interrupted(self) -> None:
-        if self._interrupts.status is not None:
-            raise Interrupted
-
     def _seconds_left(self) -> float | None:
         """Of the time that the user allows; None for any."""
         limit_s = self._asked.options.max_time_s
@@ -319,7 +315,7 @@ class BatchRun:
         message = f"not finished within --max-time, {self._asked.options.max_time_s:g} s"
         for row in self.job.rows.unfinished():
             self.recorder.cancelled(row, message)
-            self._refuse_when_interrupted()
+            self._interrupts.refuse()
 
     def _summary(self) -> RunSummary:
         name = self._asked.output.name

@@ -54,14 +54,26 @@ class Interrupts:
 
     @contextmanager
     def may_raise(self) -> Iterator[None]:
-        """A signal that comes within, or came before, raises Interrupted."""
+        """A signal that comes within, or came before, raises Interrupted.
+
+        It does so whatever the code within makes of that exception: a library may report another in its place (compiled code
+        raises SystemError for one that came while it returned), or swallow it (finalizers and callbacks do).
+        """
+        self.refuse()
         outer, self._may_raise = self._may_raise, True
         try:
-            if self.status is not None:
-                raise Interrupted
             yield
+        except Exception:
+            self.refuse()
+            raise
         finally:
             self._may_raise = outer
+        self.refuse()
+
+    def refuse(self) -> None:
+        """Raises Interrupted when a signal has come."""
+        if self.status is not None:
+            raise Interrupted
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.status is not None:

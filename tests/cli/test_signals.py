@@ -7,9 +7,12 @@ import select
 import signal
 import subprocess
 import time
+from contextlib import suppress
 
 import pytest
 
+from contbatch_cli.cli.signals import Interrupted, Interrupts
+from contbatch_cli.errors import ExitStatus
 from tests.cli.scripted import ROOT, command, environment, generate, read_records, write_model, write_rows
 
 SLOW_STEP = 0.02
@@ -53,6 +56,31 @@ def read_until(stream, wanted):
         assert piece, seen.decode()
         seen += piece
     return seen
+
+
+def raise_another():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except Interrupted as error:
+        raise SystemError("returned a result with an exception set") from error
+
+
+def swallow():
+    with suppress(Interrupted):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("library", [raise_another, swallow])
+def test_what_a_library_makes_of_the_exception_of_a_signal_changes_nothing(library):
+    with Interrupts() as interrupts:
+        with pytest.raises(Interrupted), interrupts.may_raise(), interrupts.may_raise():
+            library()
+        assert interrupts.status == ExitStatus.SIGTERM
+
+
+def test_an_error_within_without_a_signal_is_raised_as_it_is():
+    with Interrupts() as interrupts, pytest.raises(SystemError), interrupts.may_raise():
+        raise SystemError
 
 
 def ends(process, status, seconds=30):
