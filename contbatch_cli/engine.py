@@ -80,7 +80,7 @@ class InferenceEngine:
     def _top_up(self) -> None:
         """Offer the scheduler as many requests as it has seats free; wait for a row only when there is nothing else to do."""
         scheduler = self._scheduler
-        while len(scheduler.waiting) + len(scheduler.running) < scheduler.seats:
+        for _ in range(scheduler.seats - len(scheduler.waiting) - len(scheduler.running)):
             request = self._queue.take(wait=not scheduler.has_work())
             if request is None:
                 return

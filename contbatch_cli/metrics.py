@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -48,11 +48,11 @@ class LatencyHistogram:
         if duration_s != self._last_s:  # the rows of a step mostly share one duration
             bucket = int(math.log(max(duration_s, self.LEAST_S) / self.LEAST_S) / self._log_growth)
             self._last_s, self._last_bucket = duration_s, min(bucket, len(self._counts) - 1)
+            self.min_s = min(self.min_s, duration_s)
+            self.max_s = max(self.max_s, duration_s)
         self._counts[self._last_bucket] += count
         self.count += count
         self.total_s += duration_s * count
-        self.min_s = min(self.min_s, duration_s)
-        self.max_s = max(self.max_s, duration_s)
 
     def percentile(self, percent: float) -> float | None:
         """The nearest-rank percentile in seconds; None while nothing was added."""
@@ -144,25 +144,22 @@ class RowCounts(NamedTuple):
     total: int | None = None
 
 
-class _Run(NamedTuple):
-    """`end` is where the computed tokens end that the request kept: behind it there may have been drafts that were wrong."""
+_Run = tuple[RequestId, int, int, int, int, "int | None"]
+"""Request, start, end, tokens sampled, drafts, `max_tokens` where known. The end is that of the computed tokens which the request
+kept: behind it there may have been drafts that were wrong."""
 
-    request_id: RequestId
-    start: int
-    end: int
-    num_sampled: int
-    num_drafts: int = 0
-    max_tokens: int | None = None
 
-    @classmethod
-    def of_sequence(cls, one: ScheduledSequence, accepted: int) -> _Run:
-        end = one.num_known + accepted
-        return cls(one.request_id, one.start, end, one.samples + accepted, one.num_drafts, one.sampling.max_tokens)
+def _runs_of_batch(sequences: Sequence[ScheduledSequence], accepted: Mapping[RequestId, int]) -> list[_Run]:
+    runs: list[_Run] = []
+    for one in sequences:
+        kept = accepted.get(one.request_id, 0) if one.num_drafts else 0
+        end = one.start + len(one.tokens) - one.num_drafts + kept
+        runs.append((one.request_id, one.start, end, one.samples + kept, one.num_drafts, one.sampling.max_tokens))
+    return runs
 
-    @classmethod
-    def of_trace(cls, run: TraceRun) -> _Run:
-        end = run.end - run.num_drafts + run.num_accepted
-        return cls(run.request_id, run.start, end, run.num_sampled, run.num_drafts)
+
+def _run_of_trace(run: TraceRun) -> _Run:
+    return run.request_id, run.start, run.end - run.num_drafts + run.num_accepted, run.num_sampled, run.num_drafts, None
 
 
 @dataclass(slots=True)
@@ -265,8 +262,7 @@ class Metrics:
 
     def observe(self, report: IterationReport) -> dict[RequestId, RequestMetrics]:
         """Takes in one iteration; returns the metrics of the requests that finished in it and forgets them."""
-        accepted = report.accepted_drafts
-        runs = [_Run.of_sequence(one, accepted.get(one.request_id, 0)) for one in report.batch.sequences]
+        runs = _runs_of_batch(report.batch.sequences, report.accepted_drafts)
         self._observe(report, runs, report.batch.num_tokens, report.batch.preempted)
         end_s = report.start_s + report.elapsed_s
         self._totals.duplicates += len(report.duplicates)
@@ -276,7 +272,7 @@ class Metrics:
 
     def observe_trace(self, iteration: TraceIteration) -> dict[RequestId, RequestMetrics]:
         """The same for an iteration of a trace, which does not tell why a request finished: all count as good."""
-        runs = [_Run.of_trace(run) for run in iteration.scheduled]
+        runs = [_run_of_trace(run) for run in iteration.scheduled]
         self._observe(iteration, runs, iteration.num_tokens, iteration.preempted)
         return {request_id: self._finish(request_id, FinishReason.STOP, iteration.end_s) for request_id in iteration.finished}
 
@@ -291,18 +287,18 @@ class Metrics:
         end_s = step.start_s + step.elapsed_s
         self._count_preempted(preempted)
         num_outputs = 0
-        for run in runs:
-            state = self._in_flight.get(run.request_id) or self._admit(run, step.start_s)
-            if run.start < state.computed:
-                self._count_recomputed(state, run)
-            if run.end > state.computed:
-                state.computed = run.end
-            if run.num_sampled:
-                num_outputs += run.num_sampled
-                self._count_tokens(state, run, end_s)
-            if run.num_drafts:
-                totals.draft_tokens += run.num_drafts
-                totals.accepted_drafts += run.num_sampled - 1
+        for request_id, start, end, num_sampled, num_drafts, max_tokens in runs:
+            state = self._in_flight.get(request_id) or self._admit(request_id, start, max_tokens, step.start_s)
+            if start < state.computed:
+                self._count_recomputed(state, start, end)
+            if end > state.computed:
+                state.computed = end
+            if num_sampled:
+                num_outputs += num_sampled
+                self._count_tokens(state, end, num_sampled, end_s)
+            if num_drafts:
+                totals.draft_tokens += num_drafts
+                totals.accepted_drafts += num_sampled - 1
         totals.iterations += 1
         totals.output_tokens += num_outputs
         totals.computed_tokens += num_tokens
@@ -313,10 +309,10 @@ class Metrics:
         totals.end_s = max(totals.end_s, end_s)
         self._recent.add(step.start_s, end_s, num_outputs)
 
-    def _admit(self, run: _Run, start_s: float) -> _InFlight:
+    def _admit(self, request_id: RequestId, start: int, max_tokens: int | None, start_s: float) -> _InFlight:
         """A first run that starts behind position 0 found the tokens before it in the prefix cache."""
-        state = self._in_flight[run.request_id] = _InFlight(start_s, run.start, run.max_tokens)
-        self._totals.cached_tokens += run.start
+        state = self._in_flight[request_id] = _InFlight(start_s, start, max_tokens)
+        self._totals.cached_tokens += start
         return state
 
     def _count_preempted(self, preempted: Iterable[RequestId]) -> None:
@@ -325,21 +321,21 @@ class Metrics:
             if state := self._in_flight.get(request_id):
                 state.num_preemptions += 1
 
-    def _count_recomputed(self, state: _InFlight, run: _Run) -> None:
-        again = min(run.end, state.computed) - run.start
+    def _count_recomputed(self, state: _InFlight, start: int, end: int) -> None:
+        again = min(end, state.computed) - start
         state.num_recomputed_tokens += again
         self._totals.recomputed_tokens += again
 
-    def _count_tokens(self, state: _InFlight, run: _Run, end_s: float) -> None:
+    def _count_tokens(self, state: _InFlight, end: int, num_sampled: int, end_s: float) -> None:
         """Tokens that come together share the time since the one before them."""
         if state.first_token_s is None:
             state.first_token_s = end_s
-            self._totals.prompt_tokens += run.end
+            self._totals.prompt_tokens += end
             self.ttft.add(end_s)
         else:
-            self.itl.add((end_s - state.last_token_s) / run.num_sampled, run.num_sampled)
+            self.itl.add((end_s - state.last_token_s) / num_sampled, num_sampled)
         state.last_token_s = end_s
-        state.num_outputs += run.num_sampled
+        state.num_outputs += num_sampled
 
     def _finish_request(self, request: Request, end_s: float) -> RequestMetrics:
         """The request's own count of output tokens holds: a row that failed in its last step sampled nothing there.

@@ -23,7 +23,7 @@ from contbatch_cli.cli.trace_file import TraceFile
 from contbatch_cli.cli.verify import Sample, verify
 from contbatch_cli.config_files import Effective
 from contbatch_cli.data.detokenizer import StopStringRule
-from contbatch_cli.data.job_rows import DoneRow, OutOfTime, ReadRow
+from contbatch_cli.data.job_rows import OutOfTime, ReadRow
 from contbatch_cli.data.prepare import PreparedRow
 from contbatch_cli.data.recorder import Recorder
 from contbatch_cli.data.records import RecordOptions
@@ -296,7 +296,7 @@ class BatchRun:
         done = recorder.num_good + recorder.num_bad + recorder.num_cancelled
         self._metrics.rows = RowCounts(done, recorder.num_bad, rows.num_rows if rows.is_read else None)
 
-    def _record(self, done: DoneRow) -> None:
+    def _record(self, done: PreparedRow) -> None:
         """The record of a row whose last sample has ended; its metrics are its first sample's."""
         found = self._first_metrics.pop(done.row.index) if self._wants_metrics else None
         self.recorder.done(done, None if found is None else found.as_record())

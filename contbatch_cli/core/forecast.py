@@ -32,6 +32,9 @@ class OutputLengths:
         """Learn from a request that ended by itself."""
         if len(self._recent) == HISTORY:
             oldest = self._recent.popleft()
+            if oldest == num_output_tokens:
+                self._recent.append(oldest)
+                return
             del self._sorted[bisect_right(self._sorted, oldest) - 1]
         self._recent.append(num_output_tokens)
         insort(self._sorted, num_output_tokens)

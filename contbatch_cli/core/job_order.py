@@ -197,13 +197,12 @@ class JobQueue:
 
     def take(self, wait: bool) -> Request | None:
         """The next request to start; None at the end, or, without `wait`, when a pipe has none yet."""
+        order = self._order
         if self._looks_ahead:
             self._fill()
-        if not len(self._order):
-            self._read(wait or not self._source.is_live)
-        if not len(self._order):
+        if not len(order) and not self._read(wait or not self._source.is_live):
             return None
-        request = self._order.pop()
+        request = order.pop()
         self._bytes -= _size(request)
         return request
 

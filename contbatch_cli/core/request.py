@@ -75,6 +75,10 @@ class SamplingParams:
         needs_history = any(penalties) or bool(self.bad_words) or self.response_format is not None
         object.__setattr__(self, "needs_history", needs_history)
 
+    def __hash__(self) -> int:
+        """Of what mostly tells rows apart: they are looked up by equal ones for every row of a job."""
+        return hash((self.max_tokens, self.temperature, self.seed))
+
 
 GREEDY = SamplingParams()
 
@@ -130,7 +134,8 @@ class Request:
     @property
     def max_num_tokens(self) -> int:
         """The most tokens whose keys and values are ever cached: the last sampled token is never computed."""
-        return self.num_prompt_tokens + max(self.sampling.max_tokens - 1, 0)
+        num_asked = self.sampling.max_tokens
+        return self.num_prompt_tokens + num_asked - 1 if num_asked else self.num_prompt_tokens
 
     @property
     def is_prefill_done(self) -> bool:

@@ -88,8 +88,10 @@ class StallFreeScheduler:
 
     def add_request(self, request: Request) -> None:
         """Put a request at the end of the line. It must fit, and its id must be new among those not finished."""
-        blocks = f"{self.kv.num_blocks} blocks of {self.kv.block_size}"
-        assert self.fits(request), f"{request.request_id} with {request.max_num_tokens} tokens does not fit {blocks}"
+        assert self.fits(request), (
+            f"{request.request_id} with {request.max_num_tokens} tokens does not fit "
+            f"{self.kv.num_blocks} blocks of {self.kv.block_size}"
+        )
         assert request.request_id not in self._requests, f"{request.request_id} is here already"
         self._requests[request.request_id] = request
         self.waiting.append(request)

@@ -137,8 +137,12 @@ class ChatTemplate:
     @property
     def reasoning_markers(self) -> ReasoningMarkers | None:
         """The markers that the default template knows, None when it knows of no reasoning."""
-        source = self.sources.get("default", "")
-        return next((pair for pair in _KNOWN_MARKERS if pair.start in source and pair.end in source), None)
+        return _markers_of(self.sources.get("default", ""))
+
+
+@lru_cache(maxsize=32)
+def _markers_of(source: str) -> ReasoningMarkers | None:
+    return next((pair for pair in _KNOWN_MARKERS if pair.start in source and pair.end in source), None)
 
 
 def split_reasoning(text: str, markers: ReasoningMarkers | None, prompt: str = "") -> tuple[str | None, str]:

@@ -28,15 +28,15 @@ class DuplicateIds:
         self._hashes = array("Q", bytes(8 * 1024))
         self._places = array("Q", bytes(8 * 1024))
 
-    def first_use(self, id: str | int, place: Place) -> Place | None:
-        """Where the id was used before; None, and remembered, when this is the first time."""
+    def first_use(self, id: str | int, source: int, line: int) -> Place | None:
+        """Where the id was used before; None, and remembered for this `Place`, when this is the first time."""
         key = _hash(id)
         slot = self._slot(key)
         if self._hashes[slot]:
             packed = self._places[slot]
             return Place(packed >> _LINE_BITS, packed & ((1 << _LINE_BITS) - 1))
         self._hashes[slot] = key
-        self._places[slot] = place.source << _LINE_BITS | place.line
+        self._places[slot] = source << _LINE_BITS | line
         self._count += 1
         if self._count * 2 > self._mask:
             self._grow()

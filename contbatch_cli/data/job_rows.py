@@ -7,9 +7,8 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
 
-from contbatch_cli.core.request import FinishReason, Request
+from contbatch_cli.core.request import Request
 from contbatch_cli.data.prepare import PreparedRow
 from contbatch_cli.data.rows import Row, RowFault
 
@@ -101,19 +100,6 @@ class RowReader:
             self._queue.put(error)
 
 
-class DoneRow(NamedTuple):
-    """A row all of whose samples have ended, in order of their numbers."""
-
-    row: Row
-    requests: tuple[Request, ...]
-
-    @property
-    def reason(self) -> FinishReason:
-        """The first sample's, or ERROR when any failed."""
-        reasons = [request.finish.reason for request in self.requests if request.finish is not None]
-        return FinishReason.ERROR if FinishReason.ERROR in reasons else reasons[0]
-
-
 class JobRows:
     """The source of a job's requests, and the memory of the rows they came from.
 
@@ -130,7 +116,7 @@ class JobRows:
         self._prepare = prepare
         self._on_fault = on_fault
         self._samples: deque[Request] = deque()
-        self._open: dict[int, DoneRow] = {}
+        self._open: dict[int, PreparedRow] = {}
         self._names: OrderedDict[int, RowId] = OrderedDict()
         self.num_rows = 0
         self.num_requests = 0
@@ -168,10 +154,10 @@ class JobRows:
             self._on_fault(prepared)
             return
         self.num_requests += len(prepared.requests)
-        self._open[row.index] = DoneRow(prepared.row, prepared.requests)
+        self._open[row.index] = prepared
         self._samples.extend(prepared.requests)
 
-    def finish(self, request: Request) -> DoneRow | None:
+    def finish(self, request: Request) -> PreparedRow | None:
         """Take a finished request back; its row when it was the last of it.
 
         Of samples that end in one step the first to be taken back gives the row.

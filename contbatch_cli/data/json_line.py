@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from json.scanner import make_scanner
 from typing import Any
 
 from contbatch_cli.errors import RowError
 
 MAX_DEPTH = 128
+_LINE_ENDS = frozenset({"", "\n", "\r\n"})
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -36,7 +38,8 @@ def _no_constant(name: str) -> float:
     raise _Refused(f"{name} is not JSON")
 
 
-_decode = json.JSONDecoder(object_pairs_hook=_object, parse_float=_finite, parse_constant=_no_constant).decode
+_decoder = json.JSONDecoder(object_pairs_hook=_object, parse_float=_finite, parse_constant=_no_constant)
+_scan = make_scanner(_decoder)  # type: ignore[arg-type]  # its stub means the scanner itself
 
 
 def parse_json(raw: bytes, where: str) -> object:
@@ -61,7 +64,7 @@ def parse_json(raw: bytes, where: str) -> object:
 
 def _decoded(text: str, where: str) -> object:
     try:
-        return _decode(text)
+        return _whole(text)
     except json.JSONDecodeError as error:
         raise RowError("invalid_json", f"{where}, {_described(error)}") from None
     except _Refused as error:
@@ -70,6 +73,15 @@ def _decoded(text: str, where: str) -> object:
         raise RowError("invalid_row", f"{where}: nested more than {MAX_DEPTH} deep") from None
     except ValueError:  # an integer of more digits than Python converts
         raise RowError("invalid_json", f"{where}: a number has too many digits") from None
+
+
+def _whole(text: str) -> object:
+    """The value of all of the text, as `JSONDecoder.decode` has it: what a line mostly ends with is told without its regexes."""
+    try:
+        value, end = _scan(text, 0)
+    except StopIteration:  # no value at the very start: whitespace, or an error that `decode` describes
+        return _decoder.decode(text)
+    return value if text[end:] in _LINE_ENDS else _decoder.decode(text)
 
 
 def _described(error: json.JSONDecodeError) -> str:

@@ -10,6 +10,7 @@ from contbatch_cli.errors import RowError
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
 CHAT_KEYS = ("tools", "chat_template_kwargs", "continue_final_message")
+_CHAT_KEYS = frozenset(CHAT_KEYS)
 _RESERVED = frozenset({"id", *PROMPT_KEYS, *CHAT_KEYS})
 
 
@@ -27,10 +28,15 @@ def _prompt(columns: dict[str, Any]) -> Prompt:
     kind = kinds[0]
     if kind == "messages":
         return chat_prompt(columns)
+    if not _CHAT_KEYS.isdisjoint(columns):
+        _refuse_chat_keys(columns, kind)
+    return text_prompt(columns[kind]) if kind == "prompt" else token_prompt(columns[kind])
+
+
+def _refuse_chat_keys(columns: dict[str, Any], kind: str) -> None:
     for key in CHAT_KEYS:
         if columns.get(key) is not None:
             raise RowError("invalid_row", f'"{key}" needs "messages", the row has "{kind}"')
-    return text_prompt(columns[kind]) if kind == "prompt" else token_prompt(columns[kind])
 
 
 def _wrong_number(columns: dict[str, Any], kinds: list[str]) -> str:

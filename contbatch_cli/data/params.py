@@ -80,7 +80,7 @@ def _number(low: float, high: float, above: bool = False) -> Check:
     def check(name: str, value: Any) -> float:
         if type(value) not in (int, float) or not low <= value <= high or (above and value == low):
             raise refused(name, value, wanted)
-        return float(value)
+        return float(value) + 0.0  # -0.0 becomes 0.0: what is equal is written alike
 
     return check
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from contbatch_cli.core.noise import row_seed
-from contbatch_cli.core.request import Request, RequestId, SamplingParams
+from contbatch_cli.core.request import FinishReason, Request, RequestId, SamplingParams
 from contbatch_cli.data.response_format import check_response_format
 from contbatch_cli.data.rows import ChatPrompt, Prompt, Row, RowFault, TextPrompt, canonical_json
 from contbatch_cli.errors import RowError
@@ -85,7 +85,7 @@ class SamplingDefaults:
 
 
 class PreparedRow(NamedTuple):
-    """A row that can run: `n` requests with one prompt."""
+    """A row that can run: `n` requests with one prompt, in order of their sample numbers."""
 
     row: Row
     requests: tuple[Request, ...]
@@ -94,6 +94,15 @@ class PreparedRow(NamedTuple):
     def is_determined(self) -> bool:
         """Whether its text depends on nothing but prompt and parameters: greedy, or seeded by the row itself."""
         return self.requests[0].sampling.temperature == 0.0 or "seed" in self.row.params
+
+    @property
+    def reason(self) -> FinishReason:
+        """Why it ended, once all requests have: the first one's reason, or ERROR when any failed."""
+        first = self.requests[0].finish
+        assert first is not None, f"row {self.row.index} has not finished"
+        if any(request.finish is not None and request.finish.reason is FinishReason.ERROR for request in self.requests[1:]):
+            return FinishReason.ERROR
+        return first.reason
 
 
 class _Settings(NamedTuple):
@@ -134,7 +143,9 @@ class Preparer:
         try:
             ids = self._token_ids(row.prompt)
             settings = self._settings_of(row.params)
-            sampling = self._seeded(row, self._fitted(len(ids), settings))
+            sampling = self._fitted(len(ids), settings)
+            if sampling.temperature != 0.0:
+                sampling = self._seeded(row, sampling)
             check_cache(len(ids), sampling.max_tokens, self._limits)
         except RowError as error:
             return prepared_fault(row, error)
@@ -176,7 +187,9 @@ class Preparer:
 
     def _settings_of(self, params: dict[str, Any]) -> _Settings:
         try:
-            key = tuple(item for item in params.items() if item[0] != "seed")
+            key = tuple(params.items())
+            if "seed" in params:
+                key = tuple(item for item in key if item[0] != "seed")
             known = self._settings.get(key)
         except TypeError:  # a list or an object among the values
             return self._resolved(params)
@@ -251,8 +264,6 @@ class Preparer:
         return replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
 
     def _seeded(self, row: Row, sampling: SamplingParams) -> SamplingParams:
-        if sampling.temperature == 0.0:
-            return sampling
         seed = row.params.get("seed")
         if seed is None:
             seed = row_seed(self._run_seed, row.index, "index") if row.id is None else row_seed(self._run_seed, row.id)

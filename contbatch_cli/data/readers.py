@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal
 
 from contbatch_cli.data.column_rows import column_draft, prompt_column
 from contbatch_cli.data.csv_rows import CsvReader
-from contbatch_cli.data.duplicate_ids import DuplicateIds, Place
+from contbatch_cli.data.duplicate_ids import DuplicateIds
 from contbatch_cli.data.json_line import parse_json
 from contbatch_cli.data.native_rows import json_type, native_draft, text_prompt
 from contbatch_cli.data.openai_rows import is_openai_row, openai_draft, openai_envelope
@@ -30,6 +30,8 @@ from contbatch_cli.errors import RowError, UsageError
 
 Format = Literal["jsonl", "text", "csv", "parquet"]
 MakeDraft = Callable[[Any], Draft]
+_Entry = tuple[int, bytes, Any]
+"""One row as a format has it: its line, its bytes, which are hashed for a fault, and a JSON value, or why there is none."""
 
 _FORMATS_BY_SUFFIX: dict[str, Format] = {
     ".txt": "text",
@@ -57,14 +59,6 @@ class InputOptions:
             raise UsageError("--raw needs --template: it says what the template's text is")
         if self.raw and self.system is not None:
             raise UsageError("--system needs a chat, --raw makes raw text: give one of them")
-
-
-class _Entry(NamedTuple):
-    """One row as a format has it: a JSON value, or why there is none; `raw` is hashed for its fault."""
-
-    line: int
-    raw: bytes
-    value: Any
 
 
 def format_of(name: str, wanted: Literal["auto"] | Format) -> Format:
@@ -125,7 +119,7 @@ class _Reader:
                 envelope = self._envelope(value)
                 id = _row_id(value) if envelope is None else envelope.custom_id
                 if id is not None:
-                    self._refuse_duplicate(id, Place(number, line))
+                    self._refuse_duplicate(id, number, line)
             prompt, params, extra = openai_draft(value, envelope) if envelope is not None else draft_of(value)
             if self._options.system is not None:
                 prompt = _with_system(prompt, self._options.system)
@@ -138,10 +132,10 @@ class _Reader:
     def _envelope(self, columns: dict[str, Any]) -> OpenAIEnvelope | None:
         return openai_envelope(columns) if self._render is None and is_openai_row(columns) else None
 
-    def _refuse_duplicate(self, id: str | int, place: Place) -> None:
-        first = self._ids.first_use(id, place)
+    def _refuse_duplicate(self, id: str | int, number: int, line: int) -> None:
+        first = self._ids.first_use(id, number, line)
         if first is not None:
-            where = "" if first.source == place.source else f" of {self._inputs[first.source][0]}"
+            where = "" if first.source == number else f" of {self._inputs[first.source][0]}"
             shown = canonical_json(id)[:80]
             raise RowError("duplicate_id", f"the id {shown} was used before, in line {first.line}{where}")
 
@@ -203,7 +197,7 @@ def _json_entries(lines: Iterator[Line]) -> Iterator[_Entry]:
                 value = parse_json(raw, f"line {number}")
             except RowError as fault:
                 value = fault
-        yield _Entry(number, raw, value)
+        yield number, raw, value
 
 
 def _json_draft(value: object) -> Draft:
@@ -222,7 +216,7 @@ def _text_entries(lines: Iterator[Line]) -> Iterator[_Entry]:
                 value = raw.removesuffix(b"\n").removesuffix(b"\r").decode()
             except UnicodeDecodeError as fault:
                 value = RowError("invalid_encoding", f"line {number}, byte {fault.start + 1}: not UTF-8 ({fault.reason})")
-        yield _Entry(number, raw, value)
+        yield number, raw, value
 
 
 def _text_draft(value: object) -> Draft:
@@ -230,10 +224,9 @@ def _text_draft(value: object) -> Draft:
 
 
 def _csv_entries(table: CsvReader) -> Iterator[_Entry]:
-    for line, raw, columns in table.records():
-        yield _Entry(line, raw, columns)
+    yield from table.records()
 
 
 def _parquet_entries(table: ParquetReader) -> Iterator[_Entry]:
     for number, columns in table.records():
-        yield _Entry(number, canonical_json(columns).encode(), columns)
+        yield number, canonical_json(columns).encode(), columns

@@ -7,7 +7,7 @@ from typing import Any
 
 from contbatch_cli.core.request import FinishReason, Request
 from contbatch_cli.core.stop import REPETITION_WINDOW, is_runaway
-from contbatch_cli.data.job_rows import DoneRow
+from contbatch_cli.data.prepare import PreparedRow
 from contbatch_cli.data.records import Completion, RecordOptions, cancelled_record, fault_record, row_record
 from contbatch_cli.data.rows import Row, RowFault
 
@@ -35,15 +35,16 @@ class Recorder:
         self.num_bad += 1
         self._write(fault.index, fault_record(fault, self._options))
 
-    def done(self, done: DoneRow, metrics: Mapping[str, Any] | None = None) -> None:
+    def done(self, done: PreparedRow, metrics: Mapping[str, Any] | None = None) -> None:
         """The record of a row whose samples have all ended, well or not."""
-        completions = [self._complete(request, done.row) for request in done.requests]
+        row, requests = done
+        completions = [self._complete(request, row) for request in requests]
         if done.reason is FinishReason.ERROR:
             self.num_bad += 1
         else:
             self.num_good += 1
-            self.num_runaway += any(map(_ran_away, done.requests))
-        self._write(done.row.index, row_record(done.row, completions, self._options, metrics))
+            self.num_runaway += any(map(_ran_away, requests))
+        self._write(row.index, row_record(row, completions, self._options, metrics))
 
     def cancelled(self, row: Row, message: str) -> None:
         """The record of a row that a limit of the user's stopped."""

@@ -100,6 +100,8 @@ def json_line(record: Mapping[str, Any]) -> bytes:
 
 
 def _line(text: str) -> bytes:
+    if text.isascii():
+        return text.encode() + b"\n"
     for end, escaped in _UNUSUAL_ENDS.items():
         if end in text:
             text = text.replace(end, escaped)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
@@ -41,15 +42,14 @@ class OpenAIEnvelope(NamedTuple):
     kind: OpenAIKind
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One readable row. `index` counts rows over all inputs from 0; `line` is the physical line of `file`, from 1.
 
     `params` holds the parameters that the row itself gives, validated, under their canonical names (see `params`);
     `extra` holds its data columns; `row_hash` is 16 hex digits of prompt and parameters.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # it hides a method of tuples
     id: str | int | None
     line: int
     file: str
@@ -96,7 +96,7 @@ canonical_json = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_n
 
 def row_hash(prompt: Prompt, params: dict[str, Any]) -> str:
     """16 hex digits of BLAKE2b over the kind of prompt, the canonical parameters and the prompt; equal in every process."""
-    settings = canonical_json(params) if params else ""
+    settings = _canonical_params(params) if params else ""
     if isinstance(prompt, TextPrompt):
         content = f"text\0{settings}\0{prompt.text}"
     elif isinstance(prompt, TokenPrompt):
@@ -104,6 +104,19 @@ def row_hash(prompt: Prompt, params: dict[str, Any]) -> str:
     else:
         content = f"chat\0{settings}\0{canonical_json(list(prompt))}"
     return bytes_hash(content.encode("utf-8", "surrogatepass"))
+
+
+def _canonical_params(params: dict[str, Any]) -> str:
+    """Their canonical JSON, kept: most rows of a job give the same ones, and equal ones are written alike (see `params`)."""
+    try:
+        return _canonical_items(tuple(params.items()))
+    except TypeError:  # a list or an object among the values
+        return canonical_json(params)
+
+
+@lru_cache(maxsize=1024)
+def _canonical_items(items: tuple[tuple[str, Any], ...]) -> str:
+    return canonical_json(dict(items))
 
 
 def bytes_hash(content: bytes) -> str:

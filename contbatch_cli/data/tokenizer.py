@@ -91,8 +91,11 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of ids. Incomplete characters come out as U+FFFD, unknown ids as nothing."""
-        known = [index for index in ids if 0 <= index < 1 << 32]
-        return str(self.backend.decode(known, skip_special_tokens=skip_special_tokens))
+        known = list(ids)
+        if known and not (min(known) >= 0 and max(known) < 1 << 32):
+            known = [index for index in known if 0 <= index < 1 << 32]
+        text: str = self.backend.decode(known, skip_special_tokens=skip_special_tokens)
+        return text
 
     def is_skipped(self, token_id: int, skip_special_tokens: bool) -> bool:
         """Whether decoding leaves this id out: unknown, or special when those are skipped."""

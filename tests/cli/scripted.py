@@ -11,10 +11,13 @@ change the text. Environment variables set what it does beside that:
     SCRIPTED_NOISE    written to descriptor 1 in each step, as a library might
     SCRIPTED_FAIL_AT  number of the step that raises
     SCRIPTED_LOOPS    every row repeats one token
+    SCRIPTED_TIMES    a file for the CPU time of the runner itself and of the bare necessities of rows; see `Times`
 """
 
 from __future__ import annotations
 
+import atexit
+import hashlib
 import json
 import os
 import subprocess
@@ -22,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from unittest.mock import patch
@@ -166,6 +169,56 @@ def _standard_streams(output: BinaryIO, errors: BinaryIO) -> Iterator[None]:
             os.close(copy)
 
 
+class Times:
+    """CPU seconds of the runner, and of a measure of this machine's speed at that time: the bare necessities of one row.
+
+    These are its line parsed, its prompt tokenized, its text made from tokens, its record printed and written, by the libraries
+    alone. They are done `ROWS` times every `EVERY` steps, so that the times are of the same seconds, and stand in the file `path`.
+    """
+
+    EVERY = 32
+    ROWS = 32
+
+    def __init__(self, path: str, job: build.Job) -> None:
+        self._path = path
+        self._backend = job.model.tokenizer.backend
+        self._nowhere = os.open(os.devnull, os.O_WRONLY)
+        self._num_steps = 0
+        self._runner_s = self._bare_s = 0.0
+        self._num_rows = 0
+        atexit.register(self._save)
+
+    @contextmanager
+    def of_step(self) -> Iterator[None]:
+        began_s = time.thread_time()
+        yield
+        ended_s = time.thread_time()
+        self._runner_s += ended_s - began_s
+        self._num_steps += 1
+        if self._num_steps % self.EVERY == 0:
+            for _ in range(self.ROWS):
+                self._bare_row(self._num_rows)
+                self._num_rows += 1
+            self._bare_s += time.thread_time() - ended_s
+
+    def _bare_row(self, number: int) -> None:
+        row = json.loads(f'{{"id":"row-{number}","prompt":"Say {number}","max_tokens":2}}')
+        ids = self._backend.encode(row["prompt"]).ids
+        usage = {"prompt_tokens": len(ids), "completion_tokens": 2, "cached_tokens": 0}
+        record = {"index": number, "id": row["id"], "text": self._backend.decode(ids[:2]), "finish_reason": "length"}
+        record |= {
+            "stop_reason": None,
+            "usage": usage,
+            "error": None,
+            "row_hash": hashlib.blake2b(b"", digest_size=8).hexdigest(),
+        }
+        os.write(self._nowhere, json.dumps(record, ensure_ascii=False).encode() + b"\n")
+
+    def _save(self) -> None:
+        times = {"runner_s": self._runner_s, "bare_s": self._bare_s, "bare_rows": self._num_rows}
+        Path(self._path).write_text(json.dumps(times), encoding="utf-8")
+
+
 class ScriptedRunner:
     """Executes plans without a model; see the module."""
 
@@ -176,6 +229,7 @@ class ScriptedRunner:
         self._noise = os.environ.get("SCRIPTED_NOISE", "").encode()
         self._fail_at = int(os.environ.get("SCRIPTED_FAIL_AT", "-1"))
         self._loops = "SCRIPTED_LOOPS" in os.environ
+        self._times = Times(path, job) if (path := os.environ.get("SCRIPTED_TIMES")) else None
         self._num_steps = 0
 
     def execute(self, batch: ScheduledBatch) -> BatchResult:
@@ -186,7 +240,8 @@ class ScriptedRunner:
             os.write(1, self._noise)
         if self._step_s:
             time.sleep(self._step_s)
-        return BatchResult([self._result(sequence) for sequence in batch.sequences])
+        with self._times.of_step() if self._times else nullcontext():
+            return BatchResult([self._result(sequence) for sequence in batch.sequences])
 
     def _result(self, sequence: ScheduledSequence) -> SequenceResult:
         if sequence.num_drafts:

@@ -182,7 +182,10 @@ def test_a_removed_node_loses_no_row(runs: Runs, texts: list[str], cluster: Any)
     assert "was lost" in messages
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGKILL, -9)],
+)
 def test_a_run_that_is_ended_leaves_no_actors_and_can_be_resumed(
     runs: Runs, texts: list[str], number: signal.Signals, status: int
 ) -> None:

@@ -330,6 +330,7 @@ def test_a_failing_compiler_is_reported_with_what_it_said(monkeypatch, tmp_path)
 
 
 @needs_kernels
+@pytest.mark.slow
 def test_processes_that_start_together_compile_once(tmp_path):
     code = "from contbatch_cli.model.cpu_kernels import compiler; print(compiler.library_path())"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
