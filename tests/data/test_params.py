@@ -4,6 +4,7 @@ import pytest
 
 from contbatch_cli.data.misspelling import is_one_edit
 from contbatch_cli.data.params import PARAMETERS, misspelt_parameter, validated
+from contbatch_cli.data.rows import TextPrompt, row_hash
 from contbatch_cli.errors import RowError
 
 GOOD = [
@@ -123,6 +124,13 @@ def test_unknown_keys_are_refused_where_only_parameters_stand():
 )
 def test_misspellings(key, name):
     assert misspelt_parameter(key) == name
+
+
+def test_zero_has_one_sign():
+    """Equal parameters are written alike, in the row's hash too."""
+    assert "-" not in str(validated({"temperature": -0.0, "logit_bias": {"7": -0.0}}))
+    zero, negative = (row_hash(TextPrompt("x"), validated({"temperature": value})) for value in (0.0, -0.0))
+    assert zero == negative
 
 
 def test_one_edit_agrees_with_trying_all_edits():
