@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import NamedTuple
 
 from contbatch_cli.core.request import RequestId, SamplingParams, TokenLogprob
@@ -63,6 +64,10 @@ class ScheduledSequence(NamedTuple):
     def is_decode(self) -> bool:
         """A run of one known token that follows the prompt."""
         return len(self.tokens) - self.num_drafts == 1 and self.start >= self.num_prompt_tokens
+
+
+sequence_of: Callable[[tuple[object, ...]], ScheduledSequence] = partial(tuple.__new__, ScheduledSequence)
+"""From all of its fields in order, as `_make`, without a call in Python: there is one for each running request in each step."""
 
 
 class ScheduledBatch(NamedTuple):

@@ -11,7 +11,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from contbatch_cli.core.batch import BatchResult, Logits, ScheduledBatch, ScheduledSequence, SequenceResult, WindowTable
+from contbatch_cli.core.batch import (
+    BatchResult,
+    Logits,
+    ScheduledBatch,
+    ScheduledSequence,
+    SequenceResult,
+    WindowTable,
+    sequence_of,
+)
 from contbatch_cli.core.drafts import MAX_DRAFTS, NgramDrafts, may_be_drafted
 from contbatch_cli.core.forecast import OVERCOMMIT, OutputLengths
 from contbatch_cli.core.kv_cache_manager import KVCacheManager, Newcomer, PrefixHit
@@ -19,6 +27,7 @@ from contbatch_cli.core.request import Finish, FinishReason, Request, RequestId
 from contbatch_cli.core.windowed_cache import GroupedKVCacheManager
 
 StopRule = Callable[[Request], Finish | None]
+_NONE, _LAST, _ALL = Logits  # a name of the module is found sooner than a member of an Enum
 
 
 class Step:
@@ -119,7 +128,8 @@ class StallFreeScheduler:
         requests = self._requests
         for sequence, outcome in zip(batch.sequences, result.results, strict=True):
             request = requests[sequence.request_id]
-            request.num_computed_tokens = sequence.num_known + max(len(outcome.token_ids) - 1, 0)
+            num_accepted = len(outcome.token_ids) - 1
+            request.num_computed_tokens = sequence.num_known + (num_accepted if num_accepted > 0 else 0)
             request.finish = self._advance(request, sequence, outcome)
             if request.finish is not None:
                 finished.append(request)
@@ -150,16 +160,17 @@ class StallFreeScheduler:
 
     def _continue_running(self, step: Step) -> None:
         """One run for each running request in order of admission; when the cache is full, the youngest make room."""
-        position = 0
-        while position < len(self.running):
-            request = self.running[position]
-            if not self._make_room(request, step):
+        grow, running, position = self.kv.grow, self.running, 0
+        while position < len(running):
+            request = running[position]
+            is_grown = grow(request.request_id, request.num_computed_tokens, len(request.token_ids))
+            if not is_grown and not self._make_room(request, step):
                 return
             step.add(self._sequence(request, step.budget_left))
             position += 1
 
     def _make_room(self, request: Request, step: Step) -> bool:
-        """Grow the request's table, preempting from the tail; False when the request was itself the youngest left."""
+        """Preempt from the tail until the request's table can grow; False when the request was itself the youngest left."""
         while not self.kv.grow(request.request_id, request.num_computed_tokens, len(request.token_ids)):
             victim = self.running.pop()
             self._preempt(victim, step)
@@ -232,29 +243,32 @@ class StallFreeScheduler:
         sampling = request.sampling
         start = request.num_computed_tokens
         num_tokens = len(token_ids)
-        end = min(num_tokens, start + budget_left)
+        end = num_tokens if num_tokens - start <= budget_left else start + budget_left
         kv = self.kv
+        size = kv.block_size
         table = kv.tables[request_id]
-        if end // kv.block_size > table.num_sealed:
+        if end // size > table.num_sealed:
             kv.seal(request_id, token_ids, end)
         window = table.window
         samples = end == num_tokens and sampling.max_tokens > 0
         scores = sampling.prompt_logprobs is not None and start < request.num_prompt_tokens
-        return ScheduledSequence(
+        fields = (
             request_id,
-            tuple(token_ids[start:end]),
+            (token_ids[start],) if end == start + 1 else tuple(token_ids[start:end]),
             start,
             table.block_ids,
             request.num_prompt_tokens,
             sampling,
             samples,
-            Logits.ALL if scores else Logits.LAST if samples else Logits.NONE,
+            _ALL if scores else _LAST if samples else _NONE,
             tuple(token_ids) if samples and sampling.needs_history else None,
             request.adapter,
             token_ids[end] if scores and end < request.num_prompt_tokens else None,
-            table.first_block * kv.block_size,
-            None if window is None else WindowTable(window.block_ids, window.first_block * kv.block_size),
+            table.first_block * size,
+            None if window is None else WindowTable(window.block_ids, window.first_block * size),
+            0,
         )
+        return sequence_of(fields)
 
     def _draft(self, step: Step) -> None:
         """Fill a small step of a drained batch with drafts, dealt out evenly; where a table cannot grow for them there are none."""
@@ -293,14 +307,16 @@ class StallFreeScheduler:
             return Finish(FinishReason.ERROR, message=outcome.error)
         if outcome.prompt_logprobs:
             self._take_prompt_logprobs(request, sequence, outcome)
+        logprobs = outcome.logprobs
         for position, token_id in enumerate(outcome.token_ids):
             request.token_ids.append(token_id)
-            if outcome.logprobs:
-                request.logprobs.append(outcome.logprobs[position])
+            if logprobs:
+                request.logprobs.append(logprobs[position])
             finish = self._stop_rule(request)
             if finish is not None:
                 return finish
-        if request.sampling.max_tokens == 0 and request.num_computed_tokens == len(request.token_ids):
+        is_scored_only = not outcome.token_ids and request.sampling.max_tokens == 0
+        if is_scored_only and request.num_computed_tokens == len(request.token_ids):
             return Finish(FinishReason.LENGTH)
         return None
 
