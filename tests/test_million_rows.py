@@ -66,7 +66,7 @@ def check_big_job(directory, count, *options):
     write_model(directory / "model")
     small = measured_run(directory, 10_000, *options)
     big = measured_run(directory, count, *options)
-    if big.cost >= MOST_COST:  # what shares the machine takes its caches from the big run more than from the few lines: once more
+    if big.cost >= MOST_COST:  # what shares the machine can only make it dearer: once more
         big = min(big, measured_run(directory, count, *options), key=lambda run: run.cost)
     memory = f"{big.peak_mb:.0f} MB ({small.peak_mb:.0f} MB for 10,000)"
     print(f"\n{count:,} rows: {memory}, {big.rows_per_s:,.0f} rows/s of CPU time, {big.cost:.2f} times the bare necessities")
