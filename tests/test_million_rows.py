@@ -76,7 +76,7 @@ def check_big_job(directory, count, rows_per_s, *options):
     write_model(directory / "model")
     small = measured_run(directory, 10_000, *options)
     big = measured_run(directory, count, *options)
-    if big.rows_per_s * big.slow <= rows_per_s or big.cost >= MOST_COST:  # what shares the machine can only make it slower: once more
+    if big.rows_per_s * big.slow <= rows_per_s or big.cost >= MOST_COST:  # what shares the machine slows it: once more
         big = measured_run(directory, count, *options)
     memory = f"{big.peak_mb:.0f} MB ({small.peak_mb:.0f} MB for 10,000)"
     speed = f"{big.rows_per_s:,.0f} rows/s of CPU time on a core {big.slow:.2f} times slower than the reference"
